@@ -234,7 +234,7 @@ def test_unknown_models_name_the_remedy():
         run("run", "Why is the sky blue?")
 
 
-@pytest.mark.parametrize("scheduler", ["fcfs", "static"])
+@pytest.mark.parametrize("scheduler", ["fcfs", pytest.param("static", marks=pytest.mark.slow)])
 def test_throughput_reports_everything(default_model, tmp_path, scheduler):
     out = tmp_path / "out.json"
     run(

@@ -107,7 +107,7 @@ def test_diverse_groups_equal_a_plain_twin(llm, oracle):
 
 
 def test_beams_share_the_pages_of_their_prompt(fast):
-    prompt, new = [1 + i % 3000 for i in range(1000)], 24
+    prompt, new = [1 + i % 3000 for i in range(640)], 8
     size = fast.info.page_size
     fast.reset()
     fast.generate(prompt, SamplingParams(temperature=0, max_tokens=new, ignore_eos=True))

@@ -6,9 +6,9 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.types.grammar import GrammarSpec
 
-REPETITIVE = "red green blue, " * 24
-SCORED = "The capital of France is Paris, and the capital of Italy is Rome. " * 4
-LONG = "All work and no play makes a dull page of text. " * 12
+REPETITIVE = "red green blue, " * 12
+SCORED = "The capital of France is Paris, and the capital of Italy is Rome. " * 3
+LONG = "All work and no play makes a dull page of text. " * 8
 GREEDY = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
 
 

@@ -63,13 +63,22 @@ def test_whoever_may_take_longest_begins_first(fast, monkeypatch):
     assert [len(r.outputs[0].token_ids) for r in results] == lengths
 
 
-def test_an_engine_makes_no_cycles(llm):
+@pytest.fixture
+def tiny_torch(dense_model):
+    with LLM(dense_model, dtype="float32", kv_memory="16M", max_model_len=64) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+def test_an_engine_makes_no_cycles(request, tiny_torch, path):
     """Which is why nobody need look for them while it works."""
     ways = [
         greedy(stop=["Paris"]),
         SamplingParams(n=3, seed=1, max_tokens=6, logprobs=2, prompt_logprobs=1),
         SamplingParams(seed=2, max_tokens=12, grammar=GrammarSpec("regex", "[a-z]{3,9}"), presence_penalty=0.5),
     ]
+
+    llm = tiny_torch if path == "torch" else request.getfixturevalue("fast")
 
     def work():
         llm.generate([PROMPT] * 3, ways)

@@ -37,32 +37,37 @@ def test_start_errors_cross_the_boundary(default_model):
         LLM("smollm2-135m", max_model_len=4000, kv_pages=10, process=True)
 
 
-def test_a_killed_engine_is_an_error_not_a_hang(default_model):
+@pytest.fixture(scope="module")
+def short_lived(default_model):
+    """An engine in another process, until it is killed."""
     llm = LLM("smollm2-135m", kv_memory="128M", process=True)
-    stream = llm.stream("Once", SamplingParams(temperature=0, max_tokens=400))
-    next(stream)
-    os.kill(llm._link.pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match="exit code -9"):
-        for _ in stream:
-            pass
+    yield llm
     llm.close()
 
 
-def test_words_that_come_just_after_a_look_are_not_lost(default_model):
+def test_words_that_come_just_after_a_look_are_not_lost(short_lived):
     """A message that arrives between the poll that found nothing and the reading of the socket."""
-    with LLM("smollm2-135m", kv_memory="128M", process=True) as llm:
-        link = llm._link
-        poll = link._poller.poll
+    link = short_lived._link
+    poll = link._poller.poll
 
-        def too_early(milliseconds):
-            """Gives up, and then there is something to read."""
-            poll(60_000)
-            return []
+    def too_early(milliseconds):
+        """Gives up, and then there is something to read."""
+        poll(60_000)
+        return []
 
-        link._poller.poll = too_early
-        link.send(Query(GetStats()))
-        assert [type(message) for message in link.receive(0.5)] == [Reply]
-        link._poller.poll = poll
+    link._poller.poll = too_early
+    link.send(Query(GetStats()))
+    assert [type(message) for message in link.receive(0.5)] == [Reply]
+    link._poller.poll = poll
+
+
+def test_a_killed_engine_is_an_error_not_a_hang(short_lived):
+    stream = short_lived.stream("Once", SamplingParams(temperature=0, max_tokens=400))
+    next(stream)
+    os.kill(short_lived._link.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="exit code -9"):
+        for _ in stream:
+            pass
 
 
 def test_a_spare_process_becomes_the_engine_it_is_told_to(default_model, capfd):
@@ -107,6 +112,7 @@ def test_a_spare_that_hangs_is_ended(monkeypatch):
     assert not link.running and not link._directory.exists()
 
 
+@pytest.mark.slow
 def test_a_spare_refuses_what_an_engine_refuses(default_model):
     spare = SpareProcess(delay=3600)
     spare.prepare()
@@ -154,7 +160,7 @@ def test_there_is_no_spare_where_memory_is_scarce(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs the memory files of Linux")
-@pytest.mark.parametrize("path", ["compiled", "torch"])
+@pytest.mark.parametrize("path", ["compiled", pytest.param("torch", marks=pytest.mark.slow)])
 async def test_an_engine_that_is_killed_maps_the_weights_that_were_held(default_model, dense_model, path):
     holder = WeightHolder(1 << 30)
     spare = SpareProcess(delay=3600, holder=holder)
@@ -189,6 +195,7 @@ async def test_an_engine_that_is_killed_maps_the_weights_that_were_held(default_
         holder.close()
 
 
+@pytest.mark.slow
 async def test_an_engine_that_is_killed_is_replaced_by_the_spare(default_model):
     spare = SpareProcess(delay=0)
     spare.prepare()

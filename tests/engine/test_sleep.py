@@ -23,11 +23,12 @@ FORMS = {
     "tier": {"kv_host": "16M"},
     "overlap": {"depth": 2},
 }
+SMALL = {"torch", "tier", "overlap"}  # of which the model matters less than what is around it
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_answers_after_each_level_are_those_before(default_model, dense_model, form):
-    model = dense_model if form == "torch" else "smollm2-135m"
+    model = dense_model if form in SMALL else "smollm2-135m"
     with LLM(model, **{"kv_memory": "32M", "max_model_len": 256} | FORMS[form]) as llm:
         first = llm.generate(PROMPT, PARAMS)[0].outputs[0]
         executor = llm._link.core.executor
@@ -49,7 +50,7 @@ def test_answers_after_each_level_are_those_before(default_model, dense_model, f
             llm.sleep(3)
 
 
-@pytest.mark.parametrize("form", ["compiled", "torch", "draft model"])
+@pytest.mark.parametrize("form", [pytest.param("compiled", marks=pytest.mark.slow), "torch", "draft model"])
 def test_a_wake_that_loads_weights_shows_how_it_gets_on(default_model, dense_model, form):
     """Or one that takes longer than the watchdog waits would be taken for a hang."""
     model = dense_model if form == "torch" else "smollm2-135m"

@@ -91,17 +91,17 @@ def test_a_shared_prefix_and_forks(prompts):
             assert [e.logprob for e in whole] == [e.logprob for e in branch.logprobs]
 
 
-def scores(prompt, **options):
+def scores(prompt, model="smollm2-135m", length=512, **options):
     """Log-probabilities of a prompt's tokens in plain torch."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    with LLM(dtype="float32", kv_pages=100, max_model_len=512, threads=1, **options) as llm:
+    with LLM(model, dtype="float32", kv_pages=100, max_model_len=length, threads=1, **options) as llm:
         return [entry.logprob for entry in llm.generate(prompt, params)[0].prompt_logprobs[1:]]
 
 
 @pytest.mark.parametrize(
     ("kind", "near"),
     [
-        ("int8", 0.1),
+        pytest.param("int8", 0.1, marks=pytest.mark.slow),
         pytest.param("fp8", 0.25, marks=pytest.mark.slow),
         pytest.param("int4", 0.8, marks=pytest.mark.slow),
     ],
@@ -110,6 +110,16 @@ def test_plain_torch_runs_on_them_too(prompts, kind, near):
     """Which of two tokens is ahead by a hair may change; what the model makes of a text may not by much."""
     pairs = zip(scores(prompts[0], kv_dtype=kind), scores(prompts[0]), strict=True)
     assert 0 < sum(abs(found - exact) for found, exact in pairs) / 199 < near
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_plain_torch_runs_a_tiny_model_on_them(dense_model, kind):
+    """Eight bits are nearer than four."""
+    rng = random.Random(5)
+    prompt = [rng.randrange(1, 90) for _ in range(80)]
+    found, exact = scores(prompt, dense_model, 96, kv_dtype=kind), scores(prompt, dense_model, 96)
+    apart = sum(abs(a - b) for a, b in zip(found, exact, strict=True)) / len(exact)
+    assert 0 < apart < {"int8": 0.1, "fp8": 0.25, "int4": 0.8}[kind]
 
 
 @pytest.mark.parametrize("kind", ["int3", "fp8-kivi", "float8_e4m3fn"])

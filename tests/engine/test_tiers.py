@@ -96,12 +96,14 @@ def test_damaged_pages_are_computed_again(prompts, expected, tmp_path):
         assert tiers(llm)["disk"].missed >= 5
 
 
-def test_pages_of_another_precision_are_not_found(prompts, tmp_path):
-    with LLM(kv_pages=400, max_model_len=512, threads=1, kv_disk=f"{tmp_path}/kv") as llm:
-        answers(llm, prompts[:1])
-    with LLM(kv_pages=400, max_model_len=512, threads=1, kv_disk=f"{tmp_path}/kv", dtype="float32") as llm:
-        answers(llm, prompts[:1])
-        assert tiers(llm)["disk"].hit_tokens == 0
+def test_pages_of_another_precision_are_not_found(dense_model, tmp_path):
+    prompt, found = [list(range(1, 81))], []
+    for dtype in ("bfloat16", "bfloat16", "float32"):
+        options = {"kv_pages": 100, "max_model_len": 96, "threads": 1, "kv_disk": f"{tmp_path}/kv:100M"}
+        with LLM(dense_model, dtype=dtype, **options) as llm:
+            answers(llm, prompt)
+            found.append(tiers(llm)["disk"].hit_tokens)
+    assert found == [0, 64, 0]
 
 
 @needs_server

@@ -5,6 +5,7 @@ The compiled decoder gives a row the same bits whatever runs beside it, so equal
 
 import random
 import sys
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -61,21 +62,28 @@ def few(plain):
 
 @pytest.fixture(scope="module")
 def heads(plain, few, tmp_path_factory):
-    """Small heads, taught by the model's answers to a few of the prompts: speculation by kind."""
+    """Small heads, taught by the model's answers to a few of the prompts: speculation by kind; any other as it is."""
     train_draft, model = trainer(), plain._link.core.executor.model
     layers = train_draft.depths(len(model.spec.layers))
-    answers = watched(plain, few, Recorder(), layers)
-    records = train_draft.Records(answers, answers, train_draft.head_of(model), layers)
-    found = {}
-    for kind in ("medusa", "eagle"):
+
+    @cache
+    def records():
+        answers = watched(plain, few, Recorder(), layers)
+        return train_draft.Records(answers, answers, train_draft.head_of(model), layers)
+
+    @cache
+    def heads(kind):
+        if kind not in ("medusa", "eagle"):
+            return kind
         torch.manual_seed(1)
         path = tmp_path_factory.mktemp("heads") / f"{kind}.safetensors"
-        made = train_draft.build(kind, records, 500)
-        losses = list(train_draft.train(made, answers, epochs=12, rate=2e-3, positions=128, seed=1))
+        made = train_draft.build(kind, records(), 500)
+        losses = list(train_draft.train(made, records().answers, epochs=12, rate=2e-3, positions=128, seed=1))
         assert losses[-1] < losses[0] / 2
         save_heads(made, path, {})
-        found[kind] = f"{kind}:{path}"
-    return found
+        return f"{kind}:{path}"
+
+    return heads
 
 
 def trainer():
@@ -111,11 +119,14 @@ class DraftingRecorder(Recorder):
         self.drafts.setdefault(context.admit.key, []).append(self.proposer.propose([context], [3])[0])
 
 
-@pytest.mark.parametrize(("kind", "proposer"), [("medusa", MedusaProposer), ("eagle", EagleProposer)])
+@pytest.mark.parametrize(
+    ("kind", "proposer"),
+    [pytest.param("medusa", MedusaProposer, marks=pytest.mark.slow), ("eagle", EagleProposer)],
+)
 def test_heads_draft_in_the_engine_what_they_draft_in_training(plain, few, heads, kind, proposer):
     train_draft, spec = trainer(), plain._link.core.executor.model.spec
     made = load_heads(
-        kind, heads[kind].partition(":")[2], hidden=spec.hidden, layers=len(spec.layers), vocab=spec.vocab_size,
+        kind, heads(kind).partition(":")[2], hidden=spec.hidden, layers=len(spec.layers), vocab=spec.vocab_size,
         device=torch.device("cpu"),
     )  # fmt: skip
     watcher = DraftingRecorder(proposer(made))
@@ -145,7 +156,7 @@ def test_heads_draft_in_the_engine_what_they_draft_in_training(plain, few, heads
 )
 def test_equals_plain(few, expected, heads, speculation):
     greedy, ways = expected
-    with engine(heads.get(speculation, speculation), draft_adapt=False) as llm:  # however fast this machine is
+    with engine(heads(speculation), draft_adapt=False) as llm:  # however fast this machine is
         alone = [texts(llm.generate(prompt, SHORT)[0]) for prompt in few]
         together = [texts(result) for result in llm.generate(few, SHORT)]
         found = {way: [texts(r) for r in llm.generate(few[:3], params)] for way, params in WAYS.items()}
@@ -170,7 +181,7 @@ class Dozing(Drafting):
 @pytest.mark.parametrize("kind", [pytest.param("medusa", marks=pytest.mark.slow), "eagle"])
 def test_while_drafting_is_off_no_hidden_states_are_returned(few, expected, heads, kind, monkeypatch):
     monkeypatch.setattr("quire.scheduling.feature_set.Drafting", Dozing)
-    with engine(heads[kind], draft_adapt=False) as llm:
+    with engine(heads(kind), draft_adapt=False) as llm:
         core, seen = llm._link.core, []
         forward = core.executor.model.forward
         monkeypatch.setattr(
@@ -233,7 +244,7 @@ class Knowing:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"depth": 2},
         *(
             pytest.param(options, marks=pytest.mark.slow)
@@ -292,7 +303,7 @@ def hundred(llm):
 def test_hundred_prompts_with_every_proposer(plain, heads):
     prompts = hundred(plain)
     expected = [texts(result) for result in plain.generate(prompts, GREEDY)]
-    for speculation in ("ngram", "suffix", "draft:smollm2-135m", *heads.values()):
+    for speculation in ("ngram", "suffix", "draft:smollm2-135m", heads("medusa"), heads("eagle")):
         with engine(speculation, draft_adapt=False) as llm:
             assert [texts(result) for result in llm.generate(prompts, GREEDY)] == expected, speculation
             alone = [texts(llm.generate(prompt, GREEDY)[0]) for prompt in prompts[::10]]

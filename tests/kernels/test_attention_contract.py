@@ -249,7 +249,9 @@ def test_host_lengths_may_be_upper_bounds(backend, device, window):
 @backends
 def test_half_precision(backend, device):
     spec = spec_of()
-    check(backend, spec, make_case(spec, BATCHES["mixed, out of order"], dtype=torch.bfloat16, device=device), 3e-2)
+    slow = device == "cpu" and isinstance(backend, CudnnPrefill)  # its products, on a CPU that has none of bfloat16
+    dtype = torch.float16 if slow else torch.bfloat16
+    check(backend, spec, make_case(spec, BATCHES["mixed, out of order"], dtype=dtype, device=device), 3e-2)
 
 
 @backends

@@ -21,6 +21,11 @@ from quire.lang import (
 from quire.lang.documents import split
 from quire.types.errors import InputError
 
+# Both ways of asking are held to the same answers in test_prompts.py.
+over_http = pytest.mark.parametrize(
+    "either", [pytest.param("in process", marks=pytest.mark.slow), "over HTTP"], indirect=True
+)
+
 
 def test_chain_of_thought(model):
     found = chain_of_thought(model, "What is 2 + 2?", where=Int(0, 99), max_tokens=40)
@@ -29,6 +34,7 @@ def test_chain_of_thought(model):
     assert chain_of_thought(model + system("Be brief."), "Why?", max_tokens=8).prompt.messages[0]["role"] == "system"
 
 
+@over_http
 def test_self_consistency_stops_once_decided(either):
     """All agree, so that five of nine decide; those that go on are cut short. Without a stop the same is said."""
     ask = {"n": 9, "max_tokens": 60, "temperature": 0.7, "seed": 2}
@@ -40,6 +46,7 @@ def test_self_consistency_stops_once_decided(either):
     assert vote.tokens_saved > 0 and whole.tokens > vote.tokens
 
 
+@over_http
 def test_tree_of_thoughts(either):
     judge = ("\nGood?", select("good", [" yes", " no"]))
     tree = tree_of_thoughts(
@@ -75,7 +82,7 @@ def test_tools_get_arguments_that_fit(model):
 
 
 def test_documents_are_read_in_parts(model):
-    document = "\n\n".join(f"Fact {i}: the number {i} is {'odd' if i % 2 else 'even'}." for i in range(30))
+    document = "\n\n".join(f"Fact {i}: the number {i} is {'odd' if i % 2 else 'even'}." for i in range(16))
     found = map_reduce(model, document, "Which numbers are odd?", chunk=300, max_tokens=16)
     assert len(found.rounds[0]) == len(split(document, 300)) > 1
     assert found.answer == found.prompt["note"]

@@ -102,7 +102,9 @@ def engines(files):
     four.core.close()
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "seeded branches"])
+@pytest.mark.parametrize(
+    "params", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=["greedy", "seeded branches"]
+)
 def test_answers_are_one_process_s(engines, params):
     """Chunks beside decode, hits in and between pages, forks, drafts, preemption."""
     asked = prompts(33, 21, 40, 5)
@@ -128,35 +130,38 @@ def test_a_rank_has_half_the_heads_of_half_the_tokens(engines):
     assert 2 * four.layout.page_bytes == one.layout.page_bytes == 2 * four._worker.pages.shape[1]
 
 
-def test_bytes_are_counted_by_the_formula(files):
-    """A prompt in two chunks, the second behind what the first has left in pages, then decode."""
+@pytest.fixture(scope="module")
+def short_lived(files):
+    """Another two by two, until one of them is killed."""
     engine = Engine(files, kv_pages=100, prefix_cache=False, max_batch_tokens=16, **TWO_BY_TWO)
-    try:
-        (prompt,) = prompts(27)
-        engine.answers([prompt], params=SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-        spec, options = read_spec(resolve(str(files)).open()), DeviceOptions(**TWO_BY_TWO)
-        steps = [((0, 16), 0), ((16, 11), 1), ((27, 1), 1), ((28, 1), 1), ((29, 1), 1)]
-        wanted = sum(step_bytes(spec, options, 4, [row], samples=samples) for row, samples in steps)
-        assert engine.core.scheduler.stats.exchanged_bytes == wanted
-        said = "context parallel: 4 ranks by gloo, each with 1/2 of every layer and every 2. token of a KV page"
-        assert any(line.startswith(said) for line in engine.core.executor.describe().reasons)
-    finally:
-        engine.core.close()
+    yield engine
+    engine.core.executor.close()
 
 
-def test_a_rank_that_dies_ends_the_engine_and_is_named(files):
+def test_bytes_are_counted_by_the_formula(files, short_lived):
+    """A prompt in two chunks, the second behind what the first has left in pages, then decode."""
+    (prompt,) = prompts(27)
+    short_lived.answers([prompt], params=SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    spec, options = read_spec(resolve(str(files)).open()), DeviceOptions(**TWO_BY_TWO)
+    steps = [((0, 16), 0), ((16, 11), 1), ((27, 1), 1), ((28, 1), 1), ((29, 1), 1)]
+    wanted = sum(step_bytes(spec, options, 4, [row], samples=samples) for row, samples in steps)
+    assert short_lived.core.scheduler.stats.exchanged_bytes == wanted
+    said = "context parallel: 4 ranks by gloo, each with 1/2 of every layer and every 2. token of a KV page"
+    assert any(line.startswith(said) for line in short_lived.core.executor.describe().reasons)
+
+
+def test_a_rank_that_dies_ends_the_engine_and_is_named(short_lived):
     """Whichever of the groups the others wait in."""
-    engine = Engine(files, kv_pages=100, **TWO_BY_TWO)
+    engine = short_lived
     processes = engine.core.executor._processes
     pid = processes.pids[2]
-    engine.core.submit(Request(id="a", prompt=prompts(20)[0], params=GREEDY))
+    engine.core.submit(Request(id="a", prompt=prompts(15)[0], params=GREEDY))
     engine.core.step()
     os.kill(pid, signal.SIGKILL)
     processes._processes[2].wait()
     with pytest.raises(EngineDeadError, match=rf"rank 3 \(process {pid}\) was ended by signal 9"):
         while True:
             engine.core.step()
-    engine.core.executor.close()
 
 
 def test_what_fits_is_known_from_the_headers(files):

@@ -24,7 +24,11 @@ from quire.types.request import FinishReason, Request
 from quire.types.sampling_params import SamplingParams
 
 NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: pip install 'quire[nixl]'")
-CONNECTORS = ["in-process", "tcp", "shared-memory", pytest.param("nixl", marks=NIXL)]
+WAYS = [  # each connector, and a step in flight with one: what is sent is the same
+    ("in-process", 1), ("in-process", 2), ("tcp", 2), ("shared-memory", 1),
+    *(pytest.param(*way, marks=pytest.mark.slow) for way in (("tcp", 1), ("shared-memory", 2))),
+    *(pytest.param("nixl", depth, marks=NIXL) for depth in (1, 2)),
+]  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=12, ignore_eos=True, frequency_penalty=0.3)
 ALONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -119,8 +123,7 @@ def alone(path: Path, params: SamplingParams = GREEDY, prompt: list[int] = PROMP
     return Engine(path, prefill_chunk=CHUNK, kv_pages=200).answers([prompt], params=params)
 
 
-@pytest.mark.parametrize("kind", CONNECTORS)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("kind", "depth"), WAYS)
 def test_a_prompt_computed_elsewhere_is_answered_as_by_one_engine(model, kind, depth, pairs) -> None:
     pair = Pair(model, kind, depth=depth)
     pairs.append(pair)
@@ -149,8 +152,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sent
 
 
-@pytest.mark.parametrize("kind", CONNECTORS)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("kind", "depth"), WAYS)
 def test_pages_that_come_layer_by_layer_give_the_same_answers(model, kind, depth, parts, pairs) -> None:
     pair = Pair(model, kind, depth=depth)
     pairs.append(pair)

@@ -23,6 +23,16 @@ from quire.types.timeline import PrefixOutcome
 HYBRIDS = ["qwen3.5", "granite-hybrid", "lfm2"]
 
 
+def quick(*cases):
+    """Of the hybrids, for each of some other values: these, and the rest in the slow suite."""
+    every = [(name, value) for name in HYBRIDS for value in dict.fromkeys(value for _, value in cases)]
+    return [case if case in cases else pytest.param(*case, marks=pytest.mark.slow) for case in every]
+
+
+def quick_with(*names):
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Name → (transformers' model, its files)"""
@@ -53,8 +63,7 @@ def converse(engine: Engine, turns: int, remembers: bool) -> tuple[list[list[int
     return answers, engine.core.scheduler.stats.prompt_tokens, engine.core.scheduler.stats.cached_tokens
 
 
-@pytest.mark.parametrize("remembers", [True, False])
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(("name", "remembers"), quick(("qwen3.5", True), ("granite-hybrid", False), ("lfm2", False)))
 def test_a_conversation_hits_as_much_as_with_full_attention(models, name, remembers):
     room = {"max_model_len": 300, "kv_pages": 400}
     full = Engine(models("llama3")[1], **room)
@@ -136,8 +145,7 @@ def test_beams_go_on_from_the_states_they_fork_off(models, name):
     assert got == [h.tokens for h in sorted(group.finished, key=lambda h: -h.score)[:2]]
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("name", "depth"), quick(("granite-hybrid", 2), ("lfm2", 1)))
 def test_drafts_are_rolled_back(models, name, depth):
     asked = prompts(12, 7, 20)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -163,7 +171,7 @@ def finish(engine: Engine) -> None:
         engine.core.step()
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", quick_with("qwen3.5"))
 def test_snapshots_survive_a_restart(models, name, tmp_path):
     path, room = models(name)[1], {"kv_pages": 200, "kv_disk": f"{tmp_path}:64M", "max_model_len": 128}
     asked = prompts(33, 21, 40)
@@ -181,7 +189,7 @@ def test_snapshots_survive_a_restart(models, name, tmp_path):
     second.core.close()
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", quick_with("lfm2"))
 def test_snapshots_that_made_room_come_back_from_host_memory(models, name):
     path = models(name)[1]
     engine = Engine(path, kv_pages=60, kv_snapshots=3, kv_host="16M")

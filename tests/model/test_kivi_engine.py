@@ -112,7 +112,7 @@ def test_pages_come_back_from_tiers(path, options, tmp_path):
 @pytest.mark.parametrize("kind", ["kivi4", "kivi2"])
 def test_what_a_window_gives_back_is_not_counted(path, kind):
     """A sequence takes whole pages of rounded tokens, and of the latest no more than the window and a step."""
-    engine = Engine(path, dtype="float32", kv_dtype=kind, max_batch_tokens=16, page_size=16, max_model_len=384)
+    engine = Engine(path, dtype="float32", kv_dtype=kind, max_batch_tokens=16, **ROOM)
     layout, pool = engine.core.scheduler.memory.layout, engine.core.scheduler.memory.pool
     rounded = layout.groups[0].tokens_per_page
     window = -(-(RESIDUAL + RESIDUAL_GROUP - 1 + 16 + 15) // 16)

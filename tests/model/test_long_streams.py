@@ -94,6 +94,12 @@ class Stream:
         return out, torch.cat(logits)
 
 
+# Rotation with a scale of its own is in the streams themselves; what else may happen to them is slow with it.
+plain_rotation = pytest.mark.parametrize(
+    "pair", ["llama3", pytest.param("yarn-mscale", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
+
+
 @pytest.fixture(scope="module", params=["llama3", "yarn-mscale"])
 def pair(request, tmp_path_factory):
     """(transformers model, an engine on the same weights)"""
@@ -154,6 +160,7 @@ def test_a_stream_far_longer_than_the_trained_context(pair, eviction):
     assert events[-1].counts.evicted == (len(prompt) + 39 - 48) // 12 * 12 + 12
 
 
+@plain_rotation
 @pytest.mark.parametrize("eviction", ["snapkv", "h2o"])
 def test_a_prompt_seen_whole_then_cut_to_its_budget(pair, monkeypatch, eviction):
     theirs, core = pair
@@ -183,6 +190,7 @@ def test_a_prompt_seen_whole_then_cut_to_its_budget(pair, monkeypatch, eviction)
     assert paid[0].sum() == pytest.approx(total, rel=1e-4), "probabilities of a query add up to one"
 
 
+@plain_rotation
 def test_together_chunked_and_preempted_the_answer_is_the_same(pair):
     _, core = pair
     lengths = (300, 70, 110, 200)
@@ -199,6 +207,7 @@ def test_together_chunked_and_preempted_the_answer_is_the_same(pair):
     assert together == alone
 
 
+@plain_rotation
 def test_who_has_no_budget_is_not_touched(pair):
     """Beside a stream, and on pages the stream has used: what it is alone."""
     _, core = pair

@@ -22,6 +22,9 @@ from quire.types.sampling_params import SamplingParams
 from quire.types.seams import DraftContext
 
 FAMILIES = ["deepseek-v3", "glm4-moe", "qwen3-next", "qwen3.5"]
+both_kinds = pytest.mark.parametrize(  # of checkpoints: with the layer among the others, and apart
+    "family", [f if f in ("deepseek-v3", "qwen3.5") else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+)
 LAYER = 3  # of another model, that is taken for the prediction layer: one that attends, with experts where it may
 
 
@@ -129,7 +132,7 @@ def test_drafts_are_the_references(family, tmp_path):
             assert draft == reference.draft(hidden[: at + 3], tokens[: at + 3], 4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@both_kinds
 def test_answers_are_those_without_drafts(family, tmp_path):
     path, _ = made(family, tmp_path)
     asked = prompts(*[3 + i % 11 for i in range(12)])
@@ -139,7 +142,7 @@ def test_answers_are_those_without_drafts(family, tmp_path):
     assert drafting.core.scheduler.stats.drafted_tokens > 200
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@both_kinds
 def test_a_layer_that_knows_the_model_is_accepted(family, tmp_path):
     """Layers that add nothing: the next token is a function of the last one's embedding, and the prediction layer
     passes that through."""

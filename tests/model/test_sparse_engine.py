@@ -18,7 +18,13 @@ def greedy(pages: int | None) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, sparse_pages=pages)
 
 
-@pytest.fixture(scope="module", params=["llama3", "qwen2-layer-types", "gemma2", "qwen3-next"])
+# Layers with windows beside others, and with states; those with nothing else and with soft caps are slow.
+FAMILIES = [
+    "qwen2-layer-types", "qwen3-next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama3", "gemma2"))
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def files(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     tiny(request.param).save_pretrained(path)

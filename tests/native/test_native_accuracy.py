@@ -13,7 +13,7 @@ TEXT = Path(__file__).parent / "data" / "text.txt"
 ASK = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
 
 
-@pytest.fixture(scope="module", params=[800, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[400, pytest.param(2000, marks=pytest.mark.slow)])
 def tokens(request):
     """Of the text, so many."""
     return request.param

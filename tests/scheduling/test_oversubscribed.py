@@ -15,7 +15,9 @@ from quire.types.transfer import TierSpec
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(500, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("mode", "depth"), [("auto", 1), ("auto", 2), ("recompute", 2), ("swap", 1)])
+@pytest.mark.parametrize(
+    ("mode", "depth"), [("auto", 2), ("recompute", 2), ("swap", 1), pytest.param("auto", 1, marks=pytest.mark.slow)]
+)
 def test_eight_times_too_much_work(mode, depth, count, monkeypatch):
     tiers = FakeTiers((TierSpec("host", 200),), 4, seed=1)
     monkeypatch.setattr("test_scheduler_property.SchedulerOptions", lambda **o: SchedulerOptions(**o, preempt=mode))

@@ -246,9 +246,19 @@ SHORT_OR_LONG = pytest.mark.parametrize(  # a life of so many operations
 )
 
 
+def drafting(number, world):
+    """Each world without drafts or with them, in turn; where a step is in flight, with both; the rest is slow."""
+    quick = {0, 4} if world.id in ("full-depth2", "hybrid-depth2") else {4 * (number % 2)}
+    for drafts in (0, 4):
+        marks = [] if drafts in quick else [pytest.mark.slow]
+        yield pytest.param(*world.values, drafts, id=f"{world.id}-{drafts}", marks=marks)
+
+
 @SHORT_OR_LONG
-@pytest.mark.parametrize("drafts", [0, 4])
-@pytest.mark.parametrize(("groups", "policy", "depth", "cache"), WORLDS)
+@pytest.mark.parametrize(
+    ("groups", "policy", "depth", "cache", "drafts"),
+    [life for number, world in enumerate(WORLDS) for life in drafting(number, world)],
+)
 def test_random_life(groups, policy, depth, cache, drafts, operations):
     world = World(groups, policy=policy, depth=depth, seed=7, prefix_cache=cache, drafts=drafts)
     live(world, policy, cache, operations, drafts)

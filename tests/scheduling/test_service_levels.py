@@ -314,7 +314,7 @@ def test_a_prompt_that_waited_too_long_leaves_others_a_part_of_its_steps(policy)
 def test_a_plan_never_has_two_rows_of_one_sequence():
     """One that let better ones start first may lose its pages to another, and be admitted again by the same plan."""
     for policy in ("fcfs", "mlfq", "sjf", "auto"):
-        for seed in range(4):
+        for seed in range(2):
             rng = random.Random(seed)
             scheduler, executor = engine(policy, slots=6, pages=40, tokens=16, length=90, prefill_chunk=7)
             now = 0.0

@@ -15,11 +15,11 @@ REMOTE = TierSpec("remote", 0, kept=True)
 
 WORLDS = [
     pytest.param((FULL,), (HOST,), 1, "lru", 0.0, id="host"),
-    pytest.param((FULL,), (HOST, DISK), 2, "cost", 0.1, id="host-disk-lossy"),
+    pytest.param((FULL,), (HOST, DISK), 2, "cost", 0.1, id="host-disk-lossy", marks=pytest.mark.slow),
     pytest.param((FULL, WINDOW), (HOST, DISK, REMOTE), 2, "lfu", 0.1, id="all-two-groups-lossy"),
     pytest.param((FULL,), (REMOTE,), 1, "lru", 0.9, id="remote-mostly-lost"),
-    pytest.param((FULL, STATE), (ROOMY,), 1, "lru", 0.0, id="hybrid-host"),
-    pytest.param((FULL, STATE), (HOST, REMOTE), 2, "lru", 0.1, id="hybrid-remote-lossy"),
+    pytest.param((FULL, STATE), (ROOMY,), 1, "lru", 0.0, id="hybrid-host", marks=pytest.mark.slow),
+    pytest.param((FULL, STATE), (HOST, REMOTE), 2, "lru", 0.1, id="hybrid-remote-lossy", marks=pytest.mark.slow),
     pytest.param((FULL, STATE), (ROOMY, DISK), 2, "cost", 0.1, id="hybrid-host-disk-lossy"),
 ]
 

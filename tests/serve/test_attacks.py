@@ -69,8 +69,17 @@ def survives(target: Target, attack: Any, most: int = 20 * MIB) -> None:
     assert not attacks.lives(target.caller("bob"), MODEL)
 
 
-@pytest.mark.parametrize("port", ["API", "admin"])
-@pytest.mark.parametrize("name", attacks.WIRE)
+SLOW = {("empty_lines_in_chunks", "admin"), ("pipelined", "admin")}  # both ports read requests with the same code
+
+
+@pytest.mark.parametrize(
+    ("name", "port"),
+    [
+        pytest.param(name, port, marks=[pytest.mark.slow] * ((name, port) in SLOW))
+        for name in attacks.WIRE
+        for port in ("API", "admin")
+    ],
+)
 def test_bytes_without_a_key(target: Target, name: str, port: str) -> None:
     survives(target, lambda: attacks.WIRE[name](target.ports[port], 24 * MIB))
 

@@ -243,6 +243,7 @@ def test_sigterm_under_load_truncates_nothing_and_leaves_nothing(server: Running
     assert server.left_behind() == []
 
 
+@pytest.mark.slow
 def test_the_grace_period_ends(default_model: Any) -> None:
     server = Running("--grace", "0.5")
     try:

@@ -312,8 +312,14 @@ def test_replicas_are_shown_where_there_are_several(fake_server: str, open_page:
 
 
 @drives_a_browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1400, 390])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1400, "dark"),
+        (390, "light"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1400, "light"), (390, "dark"))),
+    ],
+)
 def test_it_fits_narrow_and_wide(
     fake_server: str, open_page: Any, answering: Answering, width: int, scheme: Any
 ) -> None:

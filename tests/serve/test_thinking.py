@@ -103,7 +103,7 @@ CONSTRAINTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("cases", [24, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [12, pytest.param(100, marks=pytest.mark.slow)])
 def test_thoughts_are_free_and_answers_are_valid(
     url: ServerUrl, client: openai.OpenAI, text: TextModel, cases: int
 ) -> None:

@@ -114,7 +114,7 @@ def some_rows(rng):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("eight", [False, True], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("eight", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["16 bits", "8 bits"])
 def test_what_service_launches_was_compiled_at_start(launched, tmp_path, eight):
     (worker, head), rng = worker_of(tmp_path, eight), random.Random(7)
     start(worker, head)

@@ -113,8 +113,14 @@ def test_chunked_attention(chunk, monkeypatch):
     case.check(case.triton())
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("stored", [torch.float32, torch.int8])
+@pytest.mark.parametrize(
+    ("stored", "window"),
+    [
+        (torch.float32, None),
+        (torch.int8, 5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((torch.float32, 5), (torch.int8, None))),
+    ],
+)
 def test_soft_caps(window, stored, monkeypatch):
     monkeypatch.setattr(configs, "SPLIT_KEYS", 32)
     case = Case([(1, 150), (2, 9), (50, 70)], window=window)

@@ -17,9 +17,17 @@ def quantised(outputs, width, group, whole):
     return packed(torch.randint(0, 16, (outputs, width), generator=generator)), scale, zero
 
 
-@pytest.mark.parametrize("tile", [Int4Tile(16, 16, 4, 2), Int4Tile(16, 32, 4, 2, splits=3, late=False)])
+TILES = [Int4Tile(16, 16, 4, 2), Int4Tile(16, 32, 4, 2, splits=3, late=False)]
+SHAPES = [(256, 128, True), (512, 256, False), (384, 32, False), (256, 64, True)]
+
+
 @pytest.mark.parametrize(
-    ("width", "group", "whole"), [(256, 128, True), (512, 256, False), (384, 32, False), (256, 64, True)]
+    ("width", "group", "whole", "tile"),
+    [
+        pytest.param(*shape, tile, marks=[pytest.mark.slow] * ((i + j) % 2))  # each shape and tile is among the quick
+        for i, shape in enumerate(SHAPES)
+        for j, tile in enumerate(TILES)
+    ],
 )
 def test_products(width, group, whole, tile):
     parts = quantised(80, width, group, whole)

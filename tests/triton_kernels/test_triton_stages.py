@@ -109,9 +109,16 @@ def here(monkeypatch):
 
 PLAIN = [(name, invariant, False) for name in MODELS for invariant in (False, True)]
 ADAPTED = [("llama", False, True), ("llama", True, True), ("gemma2", False, True), ("gelu", False, True)]
+SLOW = [
+    ("llama with biases", False, False), ("llama", False, True), ("gelu", False, True),
+    *((name, True, False) for name in ("qwen3", "olmo2", "gemma2", "granite", "gelu")),  # nothing is fused
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "invariant", "adapted"), [*PLAIN, *ADAPTED])
+@pytest.mark.parametrize(
+    ("name", "invariant", "adapted"),
+    [pytest.param(*case, marks=pytest.mark.slow) if case in SLOW else case for case in [*PLAIN, *ADAPTED]],
+)
 @torch.inference_mode()
 def test_models(name, invariant, adapted, here):
     """A prompt, and a single token, which has kernels of its own; with LoRA adapters too."""
