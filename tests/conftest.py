@@ -30,10 +30,18 @@ TOKENIZER = {"test_detokenizer.py", "test_template.py", "test_tokenizer.py"}
 
 # What takes longest, and begins first: the last to begin would run alone while other processes have nothing left.
 LONGEST = [
-    "fp32", "test_process.py", "test_sleep.py", "test_faults.py", "test_triton_attention.py", "test_combinations.py",
-    "test_triton_stages.py", "test_scheduler_property.py", "test_hybrid_engine.py", "test_attacks.py", "tokenizer",
-    "test_tiers.py", "test_dashboard.py", "test_link_faults.py", "test_tensor_parallel.py", "test_context_parallel.py",
-    "test_structured.py", "test_drafts_beside_others.py", "test_tiers_property.py", "test_bench_commands.py",
+    "fp32", "test_faults.py", "test_speculation.py", "test_link_faults.py", "test_context_tensor.py", "test_tiers.py",
+    "test_triton_attention.py", "test_tensor_parallel.py", "test_context_parallel.py", "test_combinations.py",
+    "test_family_engine.py", "test_attacks.py", "test_page.py", "test_hybrid_engine.py", "test_scheduler_property.py",
+    "test_families.py", "tokenizer", "test_process.py", "test_commands.py", "test_triton_stages.py",
+    "test_handover_engine.py", "test_structured.py", "test_prompts.py", "test_batch_shares.py", "test_dashboard.py",
+    "test_drafts_beside_others.py", "test_lora_api.py", "test_evicting_engine.py", "test_sleep.py", "test_helpers.py",
+    "test_native_program.py", "test_house.py", "test_chunk_reuse_engine.py", "test_thinking.py",
+    "test_sparse_engine.py", "test_openai_extensions.py", "test_malformed_checkpoints.py", "test_many_models.py",
+    "test_quantize_checkpoint.py", "test_blend_api.py", "test_kivi_engine.py", "test_planning.py",
+    "test_sampler_oracle.py", "test_failover.py", "test_bench_commands.py", "test_context.py", "test_held_weights.py",
+    "test_schemas.py", "test_small_pages.py", "test_structured_requests.py", "test_openai_client.py",
+    "test_native_draw.py", "test_held_model.py", "test_lora_engine.py", "test_native_sparse.py",
 ]  # fmt: skip
 
 

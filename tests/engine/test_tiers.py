@@ -46,6 +46,7 @@ def test_pages_come_back_from_host_memory(prompts, expected):
         assert llm.stats().tier_saved > 0
 
 
+@pytest.mark.slow
 def test_all_at_once_while_pages_load(prompts, expected):
     with LLM(**SMALL, kv_host="100M", depth=2) as llm:
         answers(llm, prompts)

@@ -14,8 +14,11 @@ from quire.types.config import EngineOptions
 from quire.types.messages import Events, Submit
 from quire.types.request import Request
 
-FAMILIES = ["llama3", "gpt2", "olmo2", "gemma3", "cohere2", "qwen3-moe", "llama4", "gemma4", "qwen3-next"]
+FAMILIES = ["llama3", "gpt2", "qwen3-moe", "llama4", "gemma4", "qwen3-next"]
 MORE = [
+    "olmo2",
+    "gemma3",
+    "cohere2",
     "qwen2-mixed-windows",
     "gemma2",
     "granite",

@@ -200,8 +200,15 @@ def test_eight_bit_pages(wide):
     torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)  # 8-bit pages are computed on in float16
 
 
-@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("rows", [[(1, 40), (20, 30)], [(1, 9), (70, 70)]])
+@pytest.mark.parametrize(
+    ("rows", "stored"),
+    [
+        ([(1, 40), (20, 30)], torch.int8),
+        ([(1, 9), (70, 70)], torch.float8_e4m3fn),
+        pytest.param([(1, 9), (70, 70)], torch.int8, marks=pytest.mark.slow),
+        pytest.param([(1, 40), (20, 30)], torch.float8_e4m3fn, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("wide", [False, True])
 def test_scaled_pages(rows, stored, wide):
     case = Case(rows, heads=9, kv_heads=3, dim=12)
