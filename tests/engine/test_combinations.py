@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fuzz_runner import Fuzzer
 
-QUICK, SLOW, PART = 50, 2000, 25  # engines, and of them in one test
+QUICK, SLOW, PART = 60, 2000, 20  # engines, and of them in one test
 
 
 @pytest.fixture(scope="module")

@@ -45,9 +45,9 @@ def test_the_schemas_are_valid_repeatable_and_varied():
 
 def test_a_sample_of_schemas(engine):
     engine.reset()
-    many = schemas(300)[30::60]
-    # Nine in ten of all 300 finish; of five, by the luck of the draw, now and then only four.
-    assert len(judge(many, answer(engine, many))) >= 4
+    many = schemas(300)[::30]
+    # Nine in ten of all 300 finish; of ten, by the luck of the draw, now and then only seven.
+    assert len(judge(many, answer(engine, many))) >= 7
     assert engine.stats().forced_tokens > 0.2 * engine.stats().output_tokens
 
 
