@@ -84,6 +84,10 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # else what is left at the end is called a leak
+
+
 @pytest.fixture(autouse=True)
 def root_logger():
     """As the test found it: a command run in this process sets it up for its own, and the next test would read that."""

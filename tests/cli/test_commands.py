@@ -86,6 +86,9 @@ def test_simulation_options_with_an_effect_are_taken(tmp_path):
         ("--compare fcfs,bogus", "scheduler must be one of"),
         ("--compare sjf:orcale", "scheduler 'sjf:orcale' cannot be imported"),
         ("--compare fcfs --loads 0.5,nan", "loads are numbers above 0"),
+        ("--device b100", "a cost model is h200, or a file of .*; got 'b100'"),
+        ("--json missing/f.json", "cannot write missing/f.json: there is no folder missing"),
+        ("--html missing/f.html", "there is no folder missing"),
     ],
 )
 def test_what_cannot_be_simulated(words, problem):

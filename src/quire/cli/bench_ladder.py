@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from quire.cli.options import HtmlOption, JsonOption, with_engine_options
+from quire.cli.options import HtmlOption, JsonOption, PlotOption, with_engine_options
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 
@@ -21,7 +20,7 @@ def ladder(
     rung: Annotated[list[str] | None, typer.Option(help="only this rung; may be repeated")] = None,
     json_: JsonOption = None,
     html: HtmlOption = None,
-    plot: Annotated[Path | None, typer.Option(help="write charts of what is counted here, as SVG")] = None,
+    plot: PlotOption = None,
 ) -> None:
     """Run one workload on a ladder of engines, from recomputing every token to speculation; see docs/ladder.md."""
     from quire.bench.ladder import RUNGS, climb_ladder, ladder_html, ladder_row, ladder_rows, ladder_svg

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.options import HtmlOption, InOption, JsonOption, OutOption, PrefixOption
+from quire.cli.options import HtmlOption, InOption, JsonOption, OutOption, PlotOption, PrefixOption
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def serve(
     seed: Annotated[int, typer.Option(help="seed of workload and arrivals")] = 1,
     json_: JsonOption = None,
     html: HtmlOption = None,
-    plot: Annotated[Path | None, typer.Option(help="write charts here, as SVG")] = None,
+    plot: PlotOption = None,
 ) -> None:
     """Put load on a running server; report latencies, throughput and goodput."""
     from quire.bench.load.load_report import parse_slo, rows, summarise

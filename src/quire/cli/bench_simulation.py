@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.bench_serve import Ask, Plan
-from quire.cli.options import HtmlOption, InOption, JsonOption, OutOption, PrefixOption, with_engine_options
+from quire.cli.options import (
+    HtmlOption,
+    InOption,
+    JsonOption,
+    OutOption,
+    PrefixOption,
+    in_a_folder,
+    with_engine_options,
+)
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 
@@ -44,7 +52,10 @@ def calibrate(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="times that every kind of step is measured")] = 2,
     seed: Annotated[int, typer.Option(help="seed of the prompts")] = 1,
-    json_: Annotated[Path, typer.Option("--json", help="write the cost model here, for `quire simulate --device`")],
+    json_: Annotated[
+        Path,
+        typer.Option("--json", help="write the cost model here, for `quire simulate --device`", callback=in_a_folder),
+    ],
 ) -> None:
     """Measure steps of all kinds on this device and fit the cost model that `quire simulate` runs on."""
     from quire.bench.calibration import calibrate as measure

@@ -19,5 +19,5 @@ def load_device(name: str) -> CostModel:
         text = resources.files("quire.simulation").joinpath(f"data/{name}.json").read_bytes()
         return msgspec.json.decode(text, type=CostModel)
     if not Path(name).is_file():
-        raise ConfigError(f"device must be {' or '.join(SHIPPED)} or a file of `quire bench calibrate`, got {name!r}")
+        raise ConfigError(f"a cost model is {' or '.join(SHIPPED)}, or a file of `quire bench calibrate`; got {name!r}")
     return read_cost_model(Path(name))
