@@ -89,6 +89,7 @@ def test_simulation_options_with_an_effect_are_taken(tmp_path):
         ("--device b100", "a cost model is h200, or a file of .*; got 'b100'"),
         ("--json missing/f.json", "cannot write missing/f.json: there is no folder missing"),
         ("--html missing/f.html", "there is no folder missing"),
+        ("--json /", "cannot write /: it is a folder"),
     ],
 )
 def test_what_cannot_be_simulated(words, problem):

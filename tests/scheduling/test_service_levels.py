@@ -311,6 +311,19 @@ def test_a_prompt_that_waited_too_long_leaves_others_a_part_of_its_steps(policy)
     assert firsts["long"] <= 4 / 3 * 800 / 16
 
 
+def test_a_prompt_that_waited_too_long_leaves_nothing_to_who_cannot_start():
+    scheduler, executor = engine("sjf", slots=4, pages=220, tokens=16, length=900, max_wait=5.0)
+    scheduler.submit(ask("long", [90 + i % 7 for i in range(800)], tokens=2))
+    step(scheduler, executor, 0.0)
+    for i in range(1, 100):
+        if i == 20:
+            scheduler.submit(ask("big", [50 + i % 7 for i in range(810)], tokens=2, arrival=6.2))  # there are no pages
+        _, events = step(scheduler, executor, 6.0 + 0.01 * i)
+        if any(event.request == "long" for event in events):
+            break
+    assert i <= 800 / 16 + 2
+
+
 def test_a_plan_never_has_two_rows_of_one_sequence():
     """One that let better ones start first may lose its pages to another, and be admitted again by the same plan."""
     for policy in ("fcfs", "mlfq", "sjf", "auto"):

@@ -18,8 +18,8 @@ from quire.cli.options import (
     JsonOption,
     OutOption,
     PrefixOption,
-    in_a_folder,
     with_engine_options,
+    writable_path,
 )
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
@@ -54,7 +54,7 @@ def calibrate(
     seed: Annotated[int, typer.Option(help="seed of the prompts")] = 1,
     json_: Annotated[
         Path,
-        typer.Option("--json", help="write the cost model here, for `quire simulate --device`", callback=in_a_folder),
+        typer.Option("--json", help="write the cost model here, for `quire simulate --device`", callback=writable_path),
     ],
 ) -> None:
     """Measure steps of all kinds on this device and fit the cost model that `quire simulate` runs on."""

@@ -20,18 +20,20 @@ from quire.types.option_names import COUNTERPARTS, unknown_option
 from quire.types.serving import ServeOptions
 
 
-def in_a_folder(path: Path | None) -> Path | None:
+def writable_path(path: Path | None) -> Path | None:
     """A file to write, whose folder is looked for before anything is measured."""
     if path is not None and not path.parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder")
     return path
 
 
-JsonOption = Annotated[Path | None, typer.Option("--json", help="write all figures here", callback=in_a_folder)]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="write all figures here", callback=writable_path)]
 HtmlOption = Annotated[
-    Path | None, typer.Option("--html", help="write a page with tables and charts here", callback=in_a_folder)
+    Path | None, typer.Option("--html", help="write a page with tables and charts here", callback=writable_path)
 ]
-PlotOption = Annotated[Path | None, typer.Option("--plot", help="write charts here, as SVG", callback=in_a_folder)]
+PlotOption = Annotated[Path | None, typer.Option("--plot", help="write charts here, as SVG", callback=writable_path)]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 RoundsOption = Annotated[int, typer.Option(min=1, help="measured runs; medians count")]
 InOption = Annotated[int, typer.Option("--in", min=1, help="input tokens per request (fixed, shared_prefix)")]

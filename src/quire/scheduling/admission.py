@@ -86,10 +86,12 @@ class Admission(SchedulingFeature):
         first = self._table.waiting.first(1)
         return bool(first) and first[0].rank < seq.rank and first[0].status is not Status.PENDING
 
-    def others_may_start(self) -> bool:
-        """Whether there is a slot, and one that waits for it."""
-        first = self._table.waiting.first(1) if self._table.slots else []
-        return bool(first) and first[0].status is not Status.PENDING
+    def can_start_next(self) -> bool:
+        """Whether the best that waits could start now, as far as can be told without starting it."""
+        first = self._table.waiting.first(1) if self._table.slots and not self._limiter.behind else []
+        if not first or first[0].status is Status.PENDING or first[0].inflight or self.defers(first[0]):
+            return False
+        return self._preemption.admits(first[0]) and self._fits(first[0], self._lookup(first[0]))
 
     def put_overdue_first(self, now: float) -> None:
         """One in so many admissions is for the oldest without a first token, once that is too long: it waits, or others

@@ -22,7 +22,7 @@ from quire.scheduling.sequence_table import SequenceTable
 from quire.types.request import Status
 
 HELD_BACK_SHARE = 0.25  # of a step's prefill budget, for prompts that let better ones start first
-BESIDE_OVERDUE = 0.25  # ... for others beside a prompt that has waited too long and goes before them
+BESIDE_OVERDUE_SHARE = 0.25  # of it, for others beside a prompt that has waited too long and goes before them
 RUNNING = Status.RUNNING
 
 
@@ -78,12 +78,12 @@ class Continuation:
             if seq.status is RUNNING and (change := self._extend_for_row(builder, seq, 1, drafts)) is not None:
                 changes.append((seq, change))
         rows: list[tuple[Sequence, int]] = []
-        for seq, missing in prefill:
+        for number, (seq, missing) in enumerate(prefill, 1):
             if seq.status is not RUNNING:
                 continue  # preempted for one before it
-            shared = seq.overdue and (len(prefill) > 1 or self._admission.others_may_start())
-            room = budget.part(1 - BESIDE_OVERDUE) if shared else budget
-            count = min(missing, self._chunk, room.fit(seq.held))
+            shared = seq.overdue and (number < len(prefill) or self._admission.can_start_next())
+            allowed = budget.part(1 - BESIDE_OVERDUE_SHARE) if shared else budget
+            count = min(missing, self._chunk, allowed.fit(seq.held))
             if seq.hook is not None:
                 count = min(count, seq.hook.row_limit(seq.computed))
             if count <= 0:
