@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import socket
 import sys
 from types import SimpleNamespace
 
@@ -37,8 +38,22 @@ def test_a_ray_of_ones_own_is_for_this_machine_alone(tmp_path, monkeypatch: pyte
     assert said["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "it listens on loopback"
     assert said["RAY_COLOR_PREFIX"] == said["RAY_DEDUP_LOGS"] == "0", "lines of the log are plain"
     monkeypatch.setattr(os, "environ", {})
-    ray_host._connect("there:1", None)
-    assert begun["address"] == "there:1" and "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        there = f"127.0.0.1:{head.getsockname()[1]}"
+        ray_host._connect(there, None)
+    assert begun["address"] == there and "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ
+
+
+def test_a_cluster_that_does_not_answer_is_one_line_and_no_wait_for_ray() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        there = f"127.0.0.1:{head.getsockname()[1]}"  # nobody listens there once it is closed
+    with pytest.raises(ConfigError, match=rf"^cannot use Ray at {there}: .*refused; is its head node up"):
+        ray_host._connect(there, None)
+    for mistaken in ("there", "there:", ":6379", "there:port"):
+        with pytest.raises(ConfigError, match="must be HOST:PORT or auto"):
+            ray_host._connect(mistaken, None)
+    with pytest.raises(ConfigError, match=r"cannot use Ray at 127\.0\.0\.1:99999999"):
+        ray_host._connect("127.0.0.1:99999999", None)
 
 
 @pytest.mark.parametrize("option", [{"router": "prefix"}, {"ray_address": "auto"}, {"replica_gpus": 1.0}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -404,6 +405,25 @@ def falling(before: EngineStats, after: EngineStats) -> list[str]:
         if name not in GAUGES and isinstance(old, (int, float)) and new < old:
             found.append(name)
     return found
+
+
+async def test_a_restart_that_is_refused_is_told_to_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster(1) as (client, _):
+        with caplog.at_level(logging.INFO, "quire"), pytest.raises(InputError, match="no other replica is ready"):
+            await client.restart("replica-0", 0.0)
+    told = [record.getMessage() for record in caplog.records if "restart" in record.getMessage()]
+    refused = "replica-0 is not restarted: no other replica is ready to take over from replica-0"
+    assert told == ["restarting replica-0", refused]
+
+
+async def test_an_engine_whose_actor_is_gone_serves_until_it_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "HEARTBEAT_INTERVAL_S", 0.0)  # with every step
+    heartbeats, theirs = os.pipe()
+    async with cluster(1, heartbeat_fd=theirs) as (client, made):
+        os.close(heartbeats)
+        (await asyncio.wait_for(Reader(client, ask("r", [1, 2])).task, 20)).check()
+        assert not made[0].ended.is_set(), "a broken pipe is not what it dies of"
+    os.close(theirs)
 
 
 async def test_counters_do_not_fall_when_a_replica_ends() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import queue
 import socket
@@ -91,7 +92,9 @@ async def test_replicas_answer_what_they_have() -> None:
 
 
 async def test_a_start_without_ray_is_given_up() -> None:
-    client = ClusterClient(1, make_router("round-robin", 1), RestartPolicy())
+    unheard: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
+    client = ClusterClient(2, make_router("round-robin", 2), RestartPolicy())
     try:
         starting = asyncio.create_task(client.ready(Host()))
         client.lose("Ray is gone")
@@ -99,6 +102,9 @@ async def test_a_start_without_ray_is_given_up() -> None:
             await asyncio.wait_for(starting, 20)
     finally:
         await client.close()
+    del starting, client  # which hold the error, and that all it was raised through
+    gc.collect()
+    assert not unheard, "the one error is the last word"
 
 
 class MortalSession:

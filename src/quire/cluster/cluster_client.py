@@ -124,7 +124,12 @@ class ClusterClient(ReplicaOperations):
         """Wait for all replicas; raises what kept one from starting."""
         self._host = host
         wanted = [replica for replica in self._replicas if replica.wanted]
-        joined = asyncio.gather(*(replica.joined.wait() for replica in wanted))
+
+        async def all_join() -> None:
+            for replica in wanted:
+                await replica.joined.wait()
+
+        joined = asyncio.create_task(all_join())
         try:
             done, _ = await asyncio.wait(
                 (joined, self._failed), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED

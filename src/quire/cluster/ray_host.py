@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import secrets
+import socket
 import sys
 import tempfile
 import threading
@@ -37,6 +38,7 @@ INSTALL = "replicas run on Ray, which is not installed; install it with: pip ins
 HEALTH_PERIOD_S = 1.0
 HEALTH_TIMEOUT_S = 10.0
 SHUTDOWN_TIMEOUT_S = 5.0
+REACH_TIMEOUT_S = 10.0  # for a cluster's head node to take a connection
 CALL_POLL_S = 0.5  # between looks whether Ray is there, while a call of it is waited for
 CLOSE_TIMEOUT_S = 60.0  # that replicas of others have to end before Ray does
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least: nothing of ours goes through it
@@ -244,8 +246,24 @@ class RayHost:
             self._session.close()
 
 
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for as long as it is let, and hear no signal."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdecimal()):
+        raise ConfigError(f"ray_address must be HOST:PORT or auto, got {address}")
+    try:
+        socket.create_connection((host, int(port)), REACH_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        problem = "nothing answers there" if isinstance(error, TimeoutError) else str(error)
+        raise ConfigError(
+            f"cannot use Ray at {address}: {problem}; is its head node up, and the port its GCS's, 6379 unless told?"
+        ) from None
+
+
 def _connect(address: str | None, secret: Path | None) -> Any:
     """Ray itself, connected. Its settings are read from the environment when it is first imported."""
+    if address not in (None, "auto"):
+        _check_reachable(address)
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # what each replica logs is shown, as it was logged

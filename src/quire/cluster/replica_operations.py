@@ -125,7 +125,11 @@ class ReplicaOperations(ReplicaQueries):
         process = replica.process
         log.info("restarting %s", id)
         if replica.state is not ReplicaState.STARTING:
-            await self.drain(id, timeout)
+            try:
+                await self.drain(id, timeout)
+            except InputError as error:
+                log.info("%s is not restarted: %s", id, error)
+                raise
         if replica.is_ready:
             raise InputError(f"{id} was activated while it was drained: it is not restarted", param="id")
         if replica.state is ReplicaState.DRAINED:

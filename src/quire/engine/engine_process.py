@@ -154,7 +154,7 @@ class EngineProcess:
     def beat(self) -> None:
         """Tell the actor that hosts this process that it goes on."""
         if self._heartbeat_fd >= 0:
-            with suppress(BlockingIOError):
+            with suppress(BlockingIOError, BrokenPipeError):  # it is gone, and this process about to be
                 os.write(self._heartbeat_fd, b".")
         self._beat = time.monotonic()
 
