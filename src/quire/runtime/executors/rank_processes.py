@@ -1,7 +1,7 @@
 """The processes of an engine's other ranks, as rank 0 sees them: started, told what to do, watched, ended.
 
 A rank that dies is noticed at once, by a thread that waits for it: whatever rank 0 waits for is then given up, and
-`problem` says why. Refuses to know: what ranks compute.
+`error` says why. Refuses to know: what ranks compute.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from quire.types.errors import EngineDeadError
 log = logging.getLogger(__name__)
 
 END_WAIT_S = 5.0  # that a rank has to end by itself
+DEATH_WAIT_S = 1.0  # for the end of a process to be known whose connections broke
 T = TypeVar("T", bound=FromRank)
 
 
@@ -43,6 +44,7 @@ class RankProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ending = False
         self._death = ""
+        self._died = threading.Event()
         self._give_up: Callable[[], None] = lambda: None
         for rank, one in enumerate(options, 1):
             self._start(rank, one)
@@ -62,6 +64,7 @@ class RankProcesses:
         if not self._ending:
             how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
             self._death = self._death or f"rank {rank} (process {process.pid}) {how}"
+            self._died.set()
             self._give_up()
 
     def when_one_dies(self, give_up: Callable[[], None]) -> None:
@@ -104,6 +107,7 @@ class RankProcesses:
                         return EngineDeadError(f"a rank failed: {said.reason}")
             except (EOFError, OSError):
                 continue
+        self._died.wait(DEATH_WAIT_S)  # what rank 0 found may be what a death looks like from there
         return EngineDeadError(f"a rank failed: {self._death or otherwise}")
 
     @property
