@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 from test_simulator import MODEL
 from typer.testing import CliRunner
 
@@ -40,6 +41,7 @@ class TimedExecutor(FakeExecutor):
 
     def submit(self, plan):
         ticket = super().submit(plan)
+        ticket.result().launch_seconds = 0.01 * plan.tokens
         self._time.now += MODEL.seconds(work_of(plan.rows))
         return ticket
 
@@ -55,6 +57,18 @@ def test_calibration_finds_what_a_device_does(monkeypatch):
     for name in ("base", "tokens", "rows"):
         assert getattr(model.rates, name) == pytest.approx(getattr(MODEL.rates, name), rel=0.2), name
     assert model.machine.slots == 16 and model.machine.page_size == 16 and "calibrate" in model.source
+
+
+def test_calibration_finds_how_long_launches_take(monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(calibration.time, "monotonic", lambda: clock.now)
+    capacity = Capacity(pages=600, slots=16, max_model_len=700, max_batch_tokens=512, depth=1, captured=((255, 16),))
+    core = EngineCore(EngineOptions(), TimedExecutor(capacity, clock), clock=lambda: clock.now)
+    info = EngineInfo("m", 700, 97, 599, 16, 512, 1, "none", "float32", [], slots=16)
+    model = calibration.calibrate(LocalLink(core, info), longest=256, most=1, rounds=1)
+    assert 2.56 <= model.machine.launch <= 5.12, "of steps that are too large to be captured, not of the many others"
+    captured = replace(model, machine=replace(model.machine, launch=0.0))
+    assert "launch" in dict(calibration.rows(model)) and "launch" not in dict(calibration.rows(captured))
 
 
 def test_so_many_at_a_time():

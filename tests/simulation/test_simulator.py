@@ -20,11 +20,14 @@ from quire.simulation.devices import load_device
 from quire.simulation.figures import Targets, summarise
 from quire.simulation.fleet import Fleet, simulate
 from quire.simulation.replica import START, Replica
+from quire.simulation.simulated_executor import SimulatedExecutor
 from quire.simulation.synthetic import arrivals, resampled, synthetic
 from quire.simulation.traces import Arrival, read_trace
+from quire.types.clock import Clock
 from quire.types.config import EngineOptions
-from quire.types.cost_model import CostModel, Machine, Rates, StepWork, read_cost_model, write_cost_model
+from quire.types.cost_model import CostModel, Machine, Rates, StepWork, read_cost_model, work_of, write_cost_model
 from quire.types.errors import ConfigError
+from quire.types.plan import Row, StepPlan
 
 RATES = Rates(base=0.01, tokens=1e-4, beyond=2e-4, rows=1e-3, context=1e-6, pairs=1e-8)
 MACHINE = Machine(pages=200, slots=8, max_model_len=4096, max_batch_tokens=256, depth=1, page_size=16)
@@ -268,19 +271,35 @@ def test_a_trace_comes_again_with_other_content_where_more_is_asked_for_than_it_
 def test_the_fit_finds_the_rates_that_steps_were_made_with(tmp_path):
     rng = Random(1)
     works = [
-        StepWork(rng.randrange(1, 600), rng.randrange(1, 60), rng.randrange(90000), rng.random() * 1e6)
+        StepWork(rng.randrange(1, 600), rng.randrange(1, 60), rng.randrange(90000), *(rng.random() * 1e6 for _ in "ab"))
         for _ in range(400)
     ]
-    steps = [Measured([work], MODEL.seconds(work) * rng.uniform(0.98, 1.02)) for work in works]
+    asked = msgspec.structs.replace(RATES, context_pairs=3e-8)
+    steps = [Measured([work], asked.seconds(work, 64) * rng.uniform(0.98, 1.02)) for work in works]
     knee, rates = fit(steps)
     assert knee == 64
-    for name in ("base", "tokens", "beyond", "context", "pairs"):
-        assert getattr(rates, name) == pytest.approx(getattr(RATES, name), rel=0.15), name
+    for name in ("base", "tokens", "beyond", "context", "pairs", "context_pairs"):
+        assert getattr(rates, name) == pytest.approx(getattr(asked, name), rel=0.15), name
     assert errors(steps, knee, rates)["p90"] < 0.03
     write_cost_model(tmp_path / "m.json", MODEL)
     assert read_cost_model(tmp_path / "m.json") == MODEL
     with pytest.raises(ConfigError, match="too few"):
         fit(steps[:3])
+
+
+def test_pairs_with_context_cost_as_others_where_none_were_measured():
+    rng = Random(2)
+    works = [StepWork(rng.randrange(1, 600), 1, 0, rng.random() * 1e6) for _ in range(100)]
+    steps = [Measured([work], MODEL.seconds(work)) for work in works]
+    knee, rates = fit(steps)
+    assert rates.context_pairs is None and errors(steps, knee, rates)["p90"] < 0.01
+    within, behind = StepWork(100, 1, 0, 5e5), StepWork(100, 1, 0, 0.0, 5e5)
+    assert rates.seconds(within, knee) == rates.seconds(behind, knee) > rates.seconds(StepWork(100, 1), knee)
+
+
+def test_a_step_attends_within_its_rows_and_to_what_was_there_before():
+    rows = [Row(slot=0, start=96, count=10), Row(slot=1, start=0, count=4), Row(slot=2, start=7, count=1)]
+    assert work_of(rows) == StepWork(tokens=15, rows=3, context=8, pairs=55 + 10, context_pairs=960)
 
 
 def test_noise_does_not_pull_rates_down():
@@ -289,6 +308,24 @@ def test_noise_does_not_pull_rates_down():
     measured = [Measured(row, sum(map(MODEL.seconds, row)) * rng.choice([0.6, 1.4])) for row in works]
     knee, rates = fit(measured)
     assert abs(errors(measured, knee, rates)["total"]) < 0.02
+
+
+def test_while_a_step_is_launched_that_is_not_captured_nothing_else_is_noticed():
+    machine = msgspec.structs.replace(MODEL.machine, captured=[(64, 8)], launch=0.5, depth=2)
+    clock = Clock(1.0)
+    executor = SimulatedExecutor(msgspec.structs.replace(MODEL, machine=machine), clock, {})
+    answer, prompt = [Row(slot=0, start=5, count=1)], Row(slot=1, start=0, count=60)
+    for step, rows in enumerate((answer, [prompt])):  # each one launch
+        executor.submit(StepPlan(step, rows=rows)).result()
+    began = clock.now
+    early = executor.submit(StepPlan(2, rows=answer))
+    assert clock.now == began
+    late = executor.submit(StepPlan(3, rows=[*answer, msgspec.structs.replace(prompt, count=100)]))
+    assert clock.now == began + 0.5
+    early.result()
+    assert clock.now == began + 0.5, "it ended long before"
+    late.result()
+    assert clock.now == began + 0.5, "the device had done what was launched meanwhile"
 
 
 def test_captured_steps_cost_their_padding():
@@ -320,6 +357,7 @@ def test_rates_are_never_negative():
         ("machine", "captured", [[0, 8]]),
         ("rates", "base", -0.5),
         ("rates", "pairs", math.nan),
+        ("rates", "context_pairs", -1e-9),
         ("rates", "rows", -math.inf),
     ],
     ids=str,

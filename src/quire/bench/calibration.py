@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from random import Random
+from statistics import median
 
 from quire.bench import workloads
 from quire.bench.offline import run_workload
@@ -18,7 +19,7 @@ from quire.engine.link import LocalLink
 from quire.scheduling import SchedulingFeature
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.simulation.cost_fit import Measured, errors, fit
-from quire.types.cost_model import CostModel, Machine, Rates, StepWork, padded, work_of
+from quire.types.cost_model import CostModel, Machine, StepWork, fits_captured, padded, work_of
 from quire.types.errors import ConfigError
 from quire.types.plan import StepResult
 
@@ -35,10 +36,12 @@ TRIM_ROUNDS = 2
 
 
 class StepTimes(SchedulingFeature):
-    """Of every step that lands, what was in it, padding included, and how long it took."""
+    """Of every step that lands, what was in it, padding included, and how long it took; of those too large for
+    what is captured, how long launching took."""
 
     def __init__(self, captured: Sequence[tuple[int, int]]) -> None:
         self.steps: list[tuple[StepWork, float]] = []
+        self.launches: list[float] = []
         self._captured = captured
         self._last = 0.0
 
@@ -47,7 +50,10 @@ class StepTimes(SchedulingFeature):
         took, self._last = now - (step.now if step.idle else self._last), now
         plan = step.plan
         if plan.rows and not (plan.probes or plan.transfers or any(row.drafts for row in plan.rows)):
-            self.steps.append((padded(work_of(plan.rows), self._captured), took))
+            work = work_of(plan.rows)
+            self.steps.append((padded(work, self._captured), took))
+            if self._captured and not fits_captured(work, self._captured):
+                self.launches.append(result.launch_seconds)
 
 
 def calibrate(link: LocalLink, *, longest: int, most: int, rounds: int, seed: int = 1) -> CostModel:
@@ -62,7 +68,7 @@ def calibrate(link: LocalLink, *, longest: int, most: int, rounds: int, seed: in
     for number in range(rounds):
         for work, concurrency in probes(link, longest, most, seed + 1000 * number):
             run_workload(link, work, concurrency=concurrency)
-    return fitted(link, times.steps)
+    return fitted(link, times.steps, median(times.launches) if times.launches else 0.0)
 
 
 def probes(link: LocalLink, longest: int, most: int, seed: int) -> Iterator[tuple[Workload, int]]:
@@ -109,7 +115,7 @@ def single_kinds(link: LocalLink, longest: int, most: int, seed: int) -> Iterato
     yield [*fixed(min(16, most), 64, 60), Job(fixed(1, longest, 1)[0].prompt, 4)]
 
 
-def fitted(link: LocalLink, steps: Sequence[tuple[StepWork, float]]) -> CostModel:
+def fitted(link: LocalLink, steps: Sequence[tuple[StepWork, float]], launch: float) -> CostModel:
     measured = [_together(steps[at : at + TOGETHER]) for at in range(0, len(steps), TOGETHER)]
     seen = [one for number, one in enumerate(measured) if number % HELD_OUT]
     unseen = measured[::HELD_OUT]
@@ -117,7 +123,7 @@ def fitted(link: LocalLink, steps: Sequence[tuple[StepWork, float]]) -> CostMode
         raise ConfigError("no step was measured")
     knee, rates = fit(seen)
     for _ in range(TRIM_ROUNDS):
-        kept = [one for one in seen if 1 / OUTLIER < one.seconds / max(_predicted(one, knee, rates), 1e-9) < OUTLIER]
+        kept = [one for one in seen if 1 / OUTLIER < one.seconds / max(one.predicted(knee, rates), 1e-9) < OUTLIER]
         knee, rates = fit(kept if len(kept) > len(seen) // 2 else seen)
     capacity, info = link.core.capacity, link.info
     machine = Machine(
@@ -129,6 +135,7 @@ def fitted(link: LocalLink, steps: Sequence[tuple[StepWork, float]]) -> CostMode
         page_size=info.page_size,
         step_target=capacity.step_target,
         captured=list(capacity.captured),
+        launch=launch,
     )
     model, source = f"{info.model}, {info.dtype}", f"quire bench calibrate: {len(steps)} steps on {info.device}"
     return CostModel(info.device, model, source, knee, rates, machine, errors(unseen, knee, rates))
@@ -138,20 +145,16 @@ def _together(steps: Sequence[tuple[StepWork, float]]) -> Measured:
     return Measured([work for work, _ in steps], sum(seconds for _, seconds in steps))
 
 
-def _predicted(one: Measured, knee: int, rates: Rates) -> float:
-    model = CostModel("", "", "", knee, rates, Machine(0, 0, 0, 0, 0))
-    return sum(map(model.seconds, one.works))
-
-
 def rows(model: CostModel) -> list[tuple[str, str]]:
     """The model as (what, figure) lines."""
-    rates, error = model.rates, model.error
+    rates, error, launch = model.rates, model.error, model.machine.launch
     return [
         ("device", f"{model.device}: {model.model}"),
         ("a step", f"{1e3 * rates.base:.3f} ms"),
         ("a token", f"{1e6 * rates.tokens:.2f} us, beyond {model.knee} in a step {1e6 * rates.beyond:.2f} us more"),
         ("a sequence", f"{1e6 * rates.rows:.2f} us"),
         ("decode context", f"{1e9 * rates.context:.2f} ns a KV entry"),
-        ("prefill attention", f"{1e9 * rates.pairs:.3f} ns a pair"),
+        ("prefill attention", f"{1e9 * rates.pairs:.3f} ns a pair, {1e9 * rates.context_pair:.3f} with context"),
+        *([("launch", f"{1e3 * launch:.0f} ms of a step that is not captured")] if launch else []),
         ("error", f"median {error['median']:.1%}, p90 {error['p90']:.1%}, of all together {error['total']:+.1%}"),
     ]

@@ -54,6 +54,7 @@ class PendingStep:
         if head.device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
+        self._launch_seconds = time.perf_counter() - began
 
     def result(self) -> StepResult:
         if self._event is not None:
@@ -74,6 +75,7 @@ class PendingStep:
         result.mass = {row: mass.tolist() for row, mass in self._mass.items()}
         result.deviations = self._deviations_by_probe()
         result.seconds = time.perf_counter() - self._began
+        result.launch_seconds = self._launch_seconds
         result.padding = self._padding
         result.attention_bytes = self._attention_bytes
         result.exchanged_bytes = self.exchanged_bytes

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from quire.types.cost_model import Rates, StepWork
 from quire.types.errors import ConfigError
@@ -29,6 +30,9 @@ class Measured(NamedTuple):
     works: Sequence[StepWork]
     seconds: float
 
+    def predicted(self, knee: int, rates: Rates) -> float:
+        return sum(rates.seconds(work, knee) for work in self.works)
+
 
 def fit(measured: Sequence[Measured], knees: Sequence[int] = KNEES) -> tuple[int, Rates]:
     """The knee and the rates that miss the least."""
@@ -44,13 +48,14 @@ def fit(measured: Sequence[Measured], knees: Sequence[int] = KNEES) -> tuple[int
             predicted = np.maximum(matrix @ rates, seconds / OUTLIER)
         found.append((float(np.sum((seconds / predicted - 1) ** 2)), knee, rates))
     _, knee, rates = min(found, key=lambda one: one[0])
-    return knee, Rates(*map(float, rates))
+    fitted = Rates(*map(float, rates))
+    attends_context = any(work.context_pairs for one in measured for work in one.works)
+    return knee, fitted if attends_context else replace(fitted, context_pairs=None)
 
 
 def errors(measured: Sequence[Measured], knee: int, rates: Rates) -> dict[str, float]:
     """How far predictions are from what was measured: of all steps together, and of each of `measured`."""
-    values = np.array([getattr(rates, name) for name in Rates.__struct_fields__])
-    predicted = np.array([_features(one, knee) for one in measured]) @ values
+    predicted = np.array([one.predicted(knee, rates) for one in measured])
     seconds = np.array([one.seconds for one in measured])
     off = np.abs(predicted / seconds - 1)
     return {
@@ -61,7 +66,9 @@ def errors(measured: Sequence[Measured], knee: int, rates: Rates) -> dict[str, f
 
 
 def _features(one: Measured, knee: int) -> list[float]:
-    each = [(1, w.tokens, max(0, w.tokens - knee), w.rows, w.context, w.pairs) for w in one.works]
+    each = [
+        (1, w.tokens, max(0, w.tokens - knee), w.rows, w.context, w.pairs, w.context_pairs) for w in one.works
+    ]  # in the order of `Rates`
     return [float(sum(column)) for column in zip(*each, strict=True)]
 
 

@@ -22,7 +22,8 @@ def request_seconds(model: CostModel, one: Arrival, cached: int = 0) -> float:
     return (
         token * (fresh + drawn)
         + rates.rows * (1 + drawn)
-        + rates.pairs * fresh * (cached + fresh / 2)
+        + rates.pairs * fresh * fresh / 2
+        + rates.context_pair * fresh * cached
         + rates.context * drawn * (one.prompt + drawn / 2)
     )
 

@@ -58,6 +58,7 @@ class SimulatedExecutor:
             captured=tuple(machine.captured),
         )
         self._model = model
+        self._launches = machine.launch > 0  # whether they take time
         self._clock = clock
         self._lengths = lengths
         self._last = [0] * machine.slots  # by slot: where the last token of its answer stands
@@ -73,8 +74,12 @@ class SimulatedExecutor:
             request = admit.key.rpartition("/")[0]
             self._last[admit.slot] = admit.prompt_len + self._lengths[request] - 1
             self._drawn[admit.slot] = [FIRST_OUTPUT + int(request)]
-        seconds = self._model.seconds(work_of(plan.rows))
+        work = work_of(plan.rows)
+        seconds = self._model.seconds(work)
         self._free = max(self._free, self._clock.now) + seconds
+        if self._launches:
+            self._clock.now += self._model.launch_seconds(work)
+            self._free = max(self._free, self._clock.now)
         self.busy += seconds
         last, drawn = self._last, self._drawn
         tokens = [drawn[s.slot] if s.position < last[s.slot] else STOP for s in plan.samples]

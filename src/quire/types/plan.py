@@ -168,6 +168,7 @@ class StepResult(msgspec.Struct):
     deferred: list[int] = []  # samples that are not told of yet: their grammar takes long to say what follows
     late: list[StepResult] = []  # of earlier steps, samples that were deferred; all their others are `deferred`
     seconds: float = 0.0  # time the device was busy with it
+    launch_seconds: float = 0.0  # of these, until the host had launched all of it
     padding: int = 0  # token rows computed only to fill a captured size
     attention_bytes: tuple[int, int] = (0, 0)  # that sparse attention read, and those of all pages
     exchanged_bytes: int = 0  # that a parallel rank sent to others
