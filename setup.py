@@ -8,7 +8,7 @@ from runpy import run_path
 from setuptools import Extension, setup
 
 SOURCES = "src/quire/kernels/cpu/csrc"
-DIGEST = run_path("src/quire/kernels/cpu/shared_object.py")["digest"](Path(SOURCES))
+DIGEST = run_path("src/quire/kernels/cpu/source_digest.py")["digest"](Path(SOURCES))
 
 # One wheel serves 3.11 and all later: the module, called through ctypes, keeps to the stable ABI (module.cpp says so
 # itself). Interpreters without a GIL have no such ABI, and get a wheel of their own.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import gguf
@@ -36,6 +37,7 @@ GEMMA = {
     "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh",
 }  # fmt: skip
+ODD_HEADS = GEMMA | {"head_dim": 240}  # of a size that the compiled decoder does not run
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +143,13 @@ def test_a_plain_checkpoint_loads_as_int8(hub: Hub) -> None:
     assert hub.sent < 200_000  # of 16 GB, twice
 
 
+def test_scaled_and_capped_layers_load_as_int8_too(hub: Hub) -> None:
+    put(hub, "org/gemma-9b", GEMMA)
+    figures = json.loads(said("show", "org/gemma-9b", "--json"))
+    assert figures["fits"] and figures["weights_form"] == "int8"
+    assert figures["weights_bytes"] == pytest.approx(9_241_705_984 * 1.0625, rel=0.01)
+
+
 def test_the_doctor_does_not_fetch_either(hub: Hub) -> None:
     put(hub, "org/llama-8b", LLAMA)
     text = said("doctor", "org/llama-8b", "--dtype", "float32")
@@ -151,9 +160,9 @@ def test_the_doctor_does_not_fetch_either(hub: Hub) -> None:
 
 
 def test_what_plain_torch_would_not_hold(hub: Hub) -> None:
-    put(hub, "org/gemma-9b", GEMMA)
-    text = said("run", "org/gemma-9b", "hello")
-    assert text.startswith("ConfigError: org/gemma-9b: it does not fit: 34.4 GiB of weights in float32")
+    put(hub, "org/odd-9b", ODD_HEADS)
+    text = said("run", "org/odd-9b", "hello")
+    assert text.startswith("ConfigError: org/odd-9b: it does not fit: 34.0 GiB of weights in float32")
     assert "dtype bfloat16 would (17." in text and "quantize int8" not in text
     assert "Nothing was fetched" in text and hub.sent < 100_000
 
@@ -216,8 +225,8 @@ def test_quantised_in_a_way_that_stays_so(hub: Hub) -> None:
 
 
 def test_quantised_for_what_the_compiled_decoder_does_not_run(hub: Hub) -> None:
-    put(hub, "org/gemma-9b-awq", GEMMA | {"quantization_config": AWQ}, awq_tensors(GEMMA))
-    assert "it does not fit: 34.4 GiB of weights in float32" in said("run", "org/gemma-9b-awq", "hello")
+    put(hub, "org/odd-9b-awq", ODD_HEADS | {"quantization_config": AWQ}, awq_tensors(ODD_HEADS))
+    assert "it does not fit: 34.0 GiB of weights in float32" in said("run", "org/odd-9b-awq", "hello")
 
 
 def test_a_gated_model(hub: Hub) -> None:
@@ -253,7 +262,7 @@ def test_gguf_repositories(hub: Hub, tmp_path: Path) -> None:
     before = hub.sent
     text = said("show", "org/small-GGUF")
     assert "org/small-GGUF:small-Q4_K_M.gguf" in text and "context 2,048" in text  # what others take too
-    assert "about 24,000 tok/s" in text
+    assert re.search(r"about 2[46],000 tok/s", text)  # with 4.5 bits a weight, or 5 where kernels read these faster
     assert hub.sent - before == header > (1 << 20)  # the first read was too short, and nothing was read twice
     assert "name one of them: org/odd-GGUF:Q5_0 (0.00 GB), org/odd-GGUF:Q8_0" in said("pull", "org/odd-GGUF")
     assert "has no Q2_K; name one of them" in said("pull", "org/odd-GGUF:Q2_K")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.assets import resolve
 from quire.kernels import cpu
-from quire.kernels.cpu import program
+from quire.kernels.cpu import matrix_packing
 from quire.model import load_model
 from quire.model.blocks.rope_scaling import inverse_frequencies
 
@@ -140,7 +140,7 @@ def test_compiled_decoder_draws_transformers_greedy_tokens(tmp_path, monkeypatch
     if reason := cpu.available():
         pytest.skip(reason)
     if kept == "at its own size":
-        monkeypatch.setattr(program, "AS_BYTES", ())
+        monkeypatch.setattr(matrix_packing, "AS_BYTES", ())
     path = tmp_path / "m.gguf"
     convert(tiny("super-block-sized"), str(path), GGMLQuantizationType[kind])
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)

@@ -102,14 +102,14 @@ def test_random_weights_are_held_too(tmp_path, unread):
     assert torch.equal(run_model(load_model(source, **CPU, random_weights=True, held=memory), [prompt])[0], first)
 
 
-def test_the_compiled_decoder_maps_packed_matrices(default_model, unread):
+def test_the_compiled_decoder_maps_packed_matrices(default_model, monkeypatch):
     if reason := cpu.available():
         pytest.skip(reason)
     memory, (prompt,) = Memory(), prompts(23)
     wanted = run_model(load_model(default_model.open(), **CPU, compiled=1), [prompt])[0]
     first = load_model(default_model.open(), **CPU, compiled=1, held=memory)
     packed = memory.blocks[0].clone()
-    unread()
+    monkeypatch.setattr(cpu.PackedMatrix, "fill", None)  # only vectors are read
     again = load_model(default_model.open(), **CPU, compiled=1, held=memory)
     assert isinstance(again, CompiledModel) and len(memory.blocks) == 1
     for model in (first, again):

@@ -5,7 +5,7 @@ import torch
 
 from quire.kernels.attention_backend import Batch, GroupBatch
 from quire.kernels.cpu import PackedMatrix, Store
-from quire.kernels.cpu.program import DecoderWeights, LayerWeights
+from quire.kernels.cpu import weights as w
 from quire.kernels.kv_views import KVViews, allocate_kv
 from quire.kernels.reference.dequant import FLOATS, FORMATS
 from quire.types.kv import TokenShape, layout_for
@@ -13,7 +13,7 @@ from quire.types.kv import TokenShape, layout_for
 # Where each format keeps fp16 factors: random bytes there would be infinities.
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": (),
 }  # fmt: skip
 
 
@@ -25,6 +25,8 @@ def random_raw(kind: str, rows: int, columns: int, generator: torch.Generator, s
     form = FORMATS[kind]
     elements, nbytes = form[0], form[1]
     blocks = torch.randint(0, 256, (rows * columns // elements, nbytes), generator=generator, dtype=torch.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = 118 + blocks[:, 0] % 4
     steps = 16 if kind == "Q8_0" or elements == 256 else 1  # quants or sub-scales reach so much further
     for at in HALVES[kind]:
         factor = (torch.rand(blocks.shape[0], 1, generator=generator) - 0.4) * size / steps
@@ -45,7 +47,7 @@ def packed(
 def random_decoder(
     *, heads=4, kv_heads=2, head_dim=32, hidden=64, intermediate=96, vocab=50, windows=(None, None), kind="Q4_1",
     bias=False, qk_norm=False, rotary=None, seed=0,
-) -> DecoderWeights:  # fmt: skip
+) -> w.Decoder:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows, columns, kind=kind):
@@ -54,30 +56,37 @@ def random_decoder(
     def vector(size, about=1.0):
         return about + 0.1 * torch.randn(size, generator=generator)
 
+    def linear(rows, columns, kind=kind, bias=False):
+        return w.Linear(matrix(rows, columns, kind), vector(rows, 0.0) if bias else None)
+
+    def norm(size):
+        return w.Norm(vector(size), eps=1e-5)
+
     q, kv = heads * head_dim, kv_heads * head_dim
     layers = [
-        LayerWeights(
-            q=matrix(q, hidden), k=matrix(kv, hidden), v=matrix(kv, hidden, "Q8_0"), o=matrix(hidden, q),
-            gate=matrix(intermediate, hidden), up=matrix(intermediate, hidden), down=matrix(hidden, intermediate),
-            input_norm=vector(hidden), post_norm=vector(hidden),
-            q_norm=vector(head_dim) if qk_norm else None, k_norm=vector(head_dim) if qk_norm else None,
-            q_bias=vector(q, 0.0) if bias else None, k_bias=vector(kv, 0.0) if bias else None,
-            v_bias=vector(kv, 0.0) if bias else None, o_bias=vector(hidden, 0.0) if bias else None,
-            scale=head_dim**-0.5, window=window,
+        w.Layer(
+            attention=w.Attention(
+                q=linear(q, hidden, bias=bias), k=linear(kv, hidden, bias=bias), v=linear(kv, hidden, "Q8_0", bias),
+                o=linear(hidden, q, bias=bias), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+                q_norm=norm(head_dim) if qk_norm else None, k_norm=norm(head_dim) if qk_norm else None,
+                scale=head_dim**-0.5, window=window or 0,
+            ),
+            mlp=w.Mlp(linear(intermediate, hidden), linear(intermediate, hidden), linear(hidden, intermediate), 0),
+            mixer_norm=norm(hidden), feed_norm=norm(hidden),
         )
         for window in windows
     ]  # fmt: skip
     rotary = rotary or head_dim
-    return DecoderWeights(
-        hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=intermediate, eps=1e-5,
-        rope_scale=1.0, inverse_frequencies=10000.0 ** (-torch.arange(0, rotary, 2) / rotary),
-        embed=matrix(vocab, hidden, "Q8_0"), head=matrix(vocab, hidden, "Q8_0"), final_norm=vector(hidden),
-        layers=layers,
+    return w.Decoder(
+        hidden=hidden, rotation=[w.Rotation(10000.0 ** (-torch.arange(0, rotary, 2) / rotary))],
+        embed=matrix(vocab, hidden, "Q8_0"), head=matrix(vocab, hidden, "Q8_0"), final_norm=norm(hidden),
+        layer=layers,
     )  # fmt: skip
 
 
-def kv_for(weights: DecoderWeights, pages: int, dtype: str, page_size: int) -> KVViews:
-    shapes = [TokenShape(weights.kv_heads, weights.head_dim, layer.window) for layer in weights.layers]
+def kv_for(decoder: w.Decoder, pages: int, dtype: str, page_size: int) -> KVViews:
+    attending = [layer.attention for layer in decoder.layer]
+    shapes = [TokenShape(a.kv_heads, a.head_dim, a.window or None) for a in attending]
     layout = layout_for(shapes, page_size=page_size, dtype=dtype, own="float16")
     pool = allocate_kv(layout, pages, "cpu")
     pool[1:] = 255  # what nobody wrote must not be read: no number, in any float

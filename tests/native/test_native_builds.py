@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.kernels.cpu import features
+
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src/quire/kernels/cpu/csrc"
 KERNELS = [*sorted(SOURCES.glob("isa_*.cpp")), SOURCES / "pack.cpp", SOURCES / "pool.cpp"]
@@ -27,6 +29,18 @@ def build(compiler: str, output: Path, *flags: str | Path) -> Path:
 def test_self_test_under_sanitizers(tmp_path):
     program = build("g++", tmp_path / "selftest", *SANITIZE, HERE / "selftest.cpp", *KERNELS)
     subprocess.run([program], check=True)
+
+
+def test_amx_with_emulated_tiles(tmp_path):
+    """As AVX-512 gives them, to the bit of a row alone; where the host has AVX-512."""
+    if "avx512" not in features():
+        pytest.skip("this host has no AVX-512")
+    others = [file for file in KERNELS if file.name != "isa_avx512.cpp"]
+    wide = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c")
+    unit = tmp_path / "amx.o"
+    build("g++", unit, "-O2", *wide, "-c", HERE / "amx_emulation.cpp")
+    program = build("g++", tmp_path / "selftest", "-O2", HERE / "selftest.cpp", unit, *others)
+    assert "amx ok" in subprocess.run([program], check=True, capture_output=True, text=True).stdout
 
 
 def test_python_tests_under_sanitizers(tmp_path):

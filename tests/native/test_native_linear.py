@@ -6,34 +6,42 @@ from native_harness import packed
 
 from quire.kernels.cpu import Store
 from quire.kernels.cpu import plain_twin as twin
-from quire.kernels.cpu.program import AS_BYTES
+from quire.kernels.cpu.matrix_packing import AS_BYTES, BYTE, INSTEAD
 from quire.kernels.reference.dequant import dequantize
 
-# Largest difference of a packed weight from the stored one, as a part of the matrix's largest weight: exact; fp16
-# rounding of a product; a step of 8 bits.
-EXACT = {"Q4_0": 0.0, "Q4_1": 0.0, "Q5_0": 0.0, "Q5_1": 0.0, "Q8_0": 0.0, "Q4_K": 2**-10, "Q5_K": 0.0, "Q6_K": 0.0}
-COARSE = dict.fromkeys(["Q2_K", "Q3_K", "F16", "BF16", "F32"], 0.51 / 127)
+EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+FLOATS = ("F16", "BF16", "F32")
+STEP = 0.51 / 127  # of 8 bits, as a part of the matrix's largest weight
+BITS = {
+    "Q2_K": 2.625,
+    "Q3_K": 3.5625,
+    "MXFP4": 4.25,
+    "Q4_K": 4.625,
+    "Q4_1": 5.0,
+    "Q5_K": 5.625,
+    "Q5_1": 6.0,
+    "Q6_K": 6.5625,
+}
 
 
-@pytest.mark.parametrize("kind", [*EXACT, *COARSE])
+@pytest.mark.parametrize("kind", [*EXACT, *FLOATS])
 def test_packed_weights_are_the_stored_ones(kind):
     matrix, raw = packed(kind, 37, 512, torch.Generator().manual_seed(1))
     want = dequantize(raw, kind).float()
-    assert (matrix.dense() - want).abs().max() <= (EXACT | COARSE)[kind] * want.abs().max()
+    assert (matrix.dense() - want).abs().max() <= (STEP if kind in FLOATS else 0.0) * want.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1", "Q5_K", "Q6_K"])
-def test_kernel_sets_to_which_bytes_are_sooner_read_get_bytes(kind):
-    """Q5_0 as exact as ever, others to a step of 8 bits."""
+@pytest.mark.parametrize("kind", INSTEAD)
+def test_kernel_sets_to_which_others_are_sooner_read_get_those(kind):
+    """Q5_0 as exact as ever, Q4_K's scales rounded to fp16, others to a step of 8 bits."""
     matrix, raw = packed(kind, 37, 512, torch.Generator().manual_seed(1), AS_BYTES[0])
     want = dequantize(raw, kind).float()
-    assert matrix.form.bits == 8
-    assert (matrix.dense() - want).abs().max() <= (0.0 if kind == "Q5_0" else 0.51 / 127) * want.abs().max()
+    assert matrix.form == INSTEAD[kind] and (matrix.form.form == BYTE or kind == "Q4_K")
+    within = {"Q5_0": 0.0, "Q4_K": 2**-10}.get(kind, STEP)
+    assert (matrix.dense() - want).abs().max() <= within * want.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("kind", "bits"), [("Q4_1", 5.0), ("Q5_1", 6.0), ("Q5_K", 5.5), ("Q6_K", 6.5625), ("Q8_0", 8.5)]
-)
+@pytest.mark.parametrize(("kind", "bits"), BITS.items())
 def test_bits_of_a_weight(kind, bits):
     assert Store.needs(1024, 4096, kind, "base") * 8 == 1024 * 4096 * bits
 
@@ -67,7 +75,11 @@ def test_zeros_and_extremes(isa):
 
 
 @pytest.mark.parametrize(
-    ("kind", "columns"), [("Q4_1", 288), ("Q5_1", 288), ("Q8_0", 288), ("Q4_K", 512), ("Q5_K", 512), ("Q6_K", 512)]
+    ("kind", "columns"),
+    [
+        *((kind, 512) for kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")),
+        *((kind, 288) for kind in ("Q4_1", "Q5_1", "Q8_0", "MXFP4")),
+    ],
 )
 def test_a_row_does_not_depend_on_its_neighbours(isa, kind, columns):
     generator = torch.Generator().manual_seed(3)

@@ -5,8 +5,8 @@ import torch
 from native_harness import batch_of, kv_for, own_pages, random_decoder
 
 from quire.kernels.cpu import NativeProgram
+from quire.kernels.cpu.packed_adapter import PackedAdapter
 from quire.kernels.cpu.plain_twin import TwinProgram
-from quire.kernels.cpu.program import PackedAdapter
 from quire.types.errors import QuireError
 
 NAMES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -17,12 +17,13 @@ SLOTS = [2, 1, 0, 3, 1, 2, 3, 0]
 def updates(weights, rank, names=NAMES, seed=0, size=0.05):
     generator = torch.Generator().manual_seed(seed)
 
-    def update(matrix):
+    def update(layer, name):
+        matrix = getattr(layer.attention if name in "qkvo" else layer.mlp, name).w
         return tuple(
             torch.randn(shape, generator=generator) * size for shape in ((rank, matrix.columns), (matrix.rows, rank))
         )
 
-    return [{name: update(getattr(layer, name)) for name in names} for layer in weights.layers]
+    return [{name: update(layer, name) for name in names} for layer in weights.layer]
 
 
 def run(program, weights, lengths, slots, seed=0):

@@ -55,7 +55,7 @@ def test_mass_is_what_probabilities_add_up_to(isa, dtype, page_size, threads):
     _, expected = run(twin, weights, page_size, dtype, asks, blank=True)
     torch.testing.assert_close(mass, expected, atol=0.05, rtol=0.02)  # int8 ties fall either way
     assert mass[3].sum() == 0
-    paid = torch.tensor([count * 6 * len(weights.layers) for _, count in ROWS], dtype=torch.float32)
+    paid = torch.tensor([count * 6 * weights.layers for _, count in ROWS], dtype=torch.float32)
     torch.testing.assert_close(mass.sum(1)[asks], paid[asks])
 
 

@@ -36,8 +36,8 @@ def run(program, weights, page_size, dtype, budgets, quest=True, threads=1):
 
 def decoder(**shape):
     weights = random_decoder(heads=6, kv_heads=2, windows=(None, None, None), **shape)
-    for layer in weights.layers[1:]:
-        layer.sparse = True
+    for layer in weights.layer[1:]:
+        layer.attention.sparse = True
     return weights
 
 

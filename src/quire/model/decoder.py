@@ -230,6 +230,11 @@ class Model:
             layer.mixer.rescale_keys(factor)
 
     @property
+    def ropes(self) -> dict[int, Scaled]:
+        """Inverse frequencies, and what cos and sin are multiplied with, by kind of rotation."""
+        return self._ropes
+
+    @property
     def inverse_frequencies(self) -> list[torch.Tensor] | None:
         """By which keys are rotated, [rotary / 2] each, by layer; None: positions are learned."""
         if self.spec.learned_positions:

@@ -135,7 +135,7 @@ def _weights(
             scheme = Fp8Scheme() if decisions.fp8 else None
             weights = resident_bytes(source, device, dtype, decisions.quantize, scheme)
     except HeadersOnlyError:  # a published format, some of whose small tensors say what the others are
-        refused = refusal(spec, {}, source, device, floats=True)
+        refused = refusal(spec, device)
         four_bits = stored < FOUR_BIT_SHARE * weight_bytes(spec, torch.bfloat16)
         stays = refused is None or (four_bits and can_keep(device, dtype))
         weights = stored if stays else weight_bytes(spec, dtype)

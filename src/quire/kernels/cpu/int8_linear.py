@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quire.kernels.cpu.program import PackedMatrix, Store
+from quire.kernels.cpu.matrix_packing import PackedMatrix, Store
 
 
 class PackedLinear(nn.Module):

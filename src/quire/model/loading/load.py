@@ -8,6 +8,7 @@ capacities.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,7 @@ from typing import Literal
 import torch
 
 from quire.kernels import cpu
+from quire.kernels.reference.dequant import FORMATS
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.compiled import CompiledModel, refusal
 from quire.model.context_parallel import context_spec
@@ -28,6 +30,7 @@ from quire.model.loading.gguf_config import is_gguf
 from quire.model.loading.gguf_tensors import GgufTensors
 from quire.model.loading.held_model import WeightMemory, hold_model, map_model
 from quire.model.loading.keep_quantised import can_keep, four_bit_modules, keep_four_bits
+from quire.model.loading.packed_weights import is_packed, matrices_bytes, pack_weights, packed_matrices
 from quire.model.loading.quantize_on_load import FourBitSource
 from quire.model.loading.stored_tensor import SLICE, StoredTensor
 from quire.model.pipeline import own_module, stage_shards, staged_spec
@@ -80,9 +83,9 @@ def load_model(
     elif compiled is not None:
         why_not = compiled_refusal(source, torch.device(device), random_weights=random_weights, quantize=quantize)
         if why_not is None:
-            source = _packable(source, quantize)
-            targets = checked_targets(family, spec, source)
-            return CompiledModel(spec, targets, source, threads=compiled, length=length, held=held, progress=progress)
+            return load_compiled(
+                source, threads=compiled, quantize=quantize, length=length, sparse=sparse, held=held, progress=progress
+            )
     packs = can_keep(torch.device(device), dtype) and scheme is None and not invariant and ranks is None
     if quantize == "int8" or (quantize == "int4" and not packs):
         why = why_not or "it runs on a CPU, with dtype auto"
@@ -117,6 +120,38 @@ def load_model(
     return model
 
 
+def load_compiled(
+    source: WeightSource,
+    *,
+    threads: int,
+    quantize: Quantize = "auto",
+    isa: str | None = None,
+    length: int | None = None,
+    sparse: SparseAttention | None = None,
+    held: WeightMemory | None = None,
+    progress: Progress | None = None,
+) -> CompiledModel:
+    """For the compiled CPU decoder: matrices stay quantised as they are stored, others are quantised. `isa`: the kernel
+    set, if it is not to be the best."""
+    family, spec = read_family(source)
+    spec = spec if sparse is None else spec.sparsified(sparse)
+    packable = _packable(source, quantize)
+    targets = checked_targets(family, spec, packable)
+    model = Model(spec, device=torch.device("cpu"), dtype=torch.float32, length=length)
+    places = pack_weights(model, targets, packable, isa, held)
+    modules = model.modules()
+    left = {name: t for name, t in targets.items() if not (places.filled and is_packed(modules[t.module], t))}
+    fill_weights(model, left, packable, progress)
+    model.finish()
+    if places.to_publish is not None:
+        places.to_publish.publish(b"")
+    tensors = packable.tensors()
+    quantised = any(tensors[name].kind in FORMATS for name in targets)
+    model.notes += _other_modalities(family, spec, packable)
+    kept = "weights stay quantised" if quantised else "weights quantised to 8 bits"
+    return CompiledModel(model, threads=threads, isa=isa, kept=kept)
+
+
 def resident_bytes(
     source: WeightSource,
     device: torch.device,
@@ -141,14 +176,24 @@ def compiled_refusal(
     if random_weights:
         return "random weights are not quantised"
     family, spec = read_family(source)
+    if (why_not := refusal(spec, device)) is not None or quantize != "none":
+        return why_not
     source = _packable(source, quantize)
-    return refusal(spec, targets_of(family, spec, source), source, device, floats=quantize != "none")
+    tensors, targets = source.tensors(), targets_of(family, spec, source)
+    stored = any(tensors[name].kind in FORMATS and len(tensors[name].shape) == 2 for name in targets)
+    return None if stored else "weights are not quantised, and are not to be"
 
 
 def packed_bytes(source: WeightSource, quantize: Quantize = "auto") -> int:
     """What the weights take in the compiled decoder."""
-    tensors = _packable(source, quantize).tensors().values()
-    return sum(cpu.Store.needs(*t.shape, t.kind) if len(t.shape) == 2 else t.nbytes for t in tensors)
+    family, spec = read_family(source)
+    source = _packable(source, quantize)
+    targets = targets_of(family, spec, source)
+    model = Model(spec, device=torch.device("meta"), dtype=torch.float32)
+    packed = packed_matrices(model.modules(), targets, source)
+    needs = {(name, *place): shape for name, m in model.modules().items() for place, shape in m.needs().items()}
+    plain = [shape for (name, kind, part), shape in needs.items() if kind != "weight" or (name, part) not in packed]
+    return matrices_bytes(packed) + 4 * sum(math.prod(shape) for shape in plain)
 
 
 def _packable(source: WeightSource, quantize: Quantize) -> WeightSource:

@@ -107,6 +107,11 @@ class StoredTensor:
         self._negated_exp = negated_exp
         self._raw = raw
 
+    @property
+    def as_stored(self) -> bool:
+        """Whether `rows` are what the model wants, if in another order."""
+        return not (self._transposed or self._offset or self._negated_exp)
+
     def rows(self) -> torch.Tensor:
         """Raw bytes by row, [rows, bytes per row] uint8, in order: rows are whole blocks, so that reordering them never
         needs unpacking."""

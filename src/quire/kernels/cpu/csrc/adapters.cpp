@@ -1,10 +1,8 @@
-// LoRA adapters of a step: which rows have which, and what their updates add to the products of a layer.
-//
-//   shrink:  low = quantised(scale * a x), of every run of rows with the same adapter, once the rows are there
-//   expand:  b low is added to what the base's product has written, piece by piece, while that is in the cache
+#include "adapters.h"
+
 #include <algorithm>
 
-#include "program.h"
+#include "step_context.h"
 
 namespace quire {
 
@@ -16,8 +14,10 @@ constexpr int kFewRows = 4;   // of a run that begins within a tile, and ends th
 
 }  // namespace
 
-void Program::find_runs(const Step& step) {
+void Adapters::begin() {
+  const Step& step = *c_.step;
   runs_.clear();
+  present_.clear();
   for (int t = 0, end; step.adapters && t < step.tokens; t = end) {
     const int inside = t % kTile, most = inside ? std::min(kTile - inside, kFewRows) : kRunRows;
     for (end = t + 1; end < step.tokens && end - t < most && step.adapters[end] == step.adapters[t];) end++;
@@ -25,59 +25,54 @@ void Program::find_runs(const Step& step) {
   }
   if (runs_.empty()) return;
   std::stable_sort(runs_.begin(), runs_.end(), [](const Run& a, const Run& b) { return a.adapter < b.adapter; });
-  updated_.assign(size_t(d_.layers) * kProducts, 0);
-  for (size_t i = 0; i < runs_.size(); i++) {
-    if (i && runs_[i].adapter == runs_[i - 1].adapter) continue;
-    for (int layer = 0; layer < d_.layers; layer++)
-      for (int product = 0; product < kProducts; product++) {
-        const Adapted on(step, layer, Product(product));
-        for (int part = 0; part < on.count; part++) updated_[layer * kProducts + product] |= on.of(runs_[i], part).a.n > 0;
-      }
-  }
-  low_floats_.need(size_t(pool_.size()) * kRunRows * step.adapter_rank);
-  for (int i = 0; i < kMost; i++) low_[i] = low_store_[i].reserve(step.tokens, step.adapter_rank);
+  for (const Run& run : runs_)
+    if (present_.empty() || present_.back() != run.adapter) present_.push_back(run.adapter);
+  floats_.need(size_t(c_.pool.size()) * kRunRows * step.adapter_rank);
+  for (int i = 0; i < kMostPieces; i++) low_[i] = store_[i].need(step.tokens, step.adapter_rank);
 }
 
-Program::Adapted::Adapted(const Step& step, int layer, Product product) : step(step), layer(layer), product(product) {
-  auto add = [&](LowRank AdapterLayer::*part) { parts[count++] = part; };
-  if (product == kQkv) add(&AdapterLayer::q), add(&AdapterLayer::k), add(&AdapterLayer::v);
-  if (product == kO) add(&AdapterLayer::o);
-  if (product == kGateUp) add(&AdapterLayer::gate), add(&AdapterLayer::up);
-  if (product == kDown) add(&AdapterLayer::down);
+const LowRank& Adapters::of(const Adapted& on, const Run& run, int part) const {
+  return c_.step->adapter[run.adapter][on.layer].*on.parts[part];
 }
 
-void Program::shrink(const Adapted& on, Rows x, int worker) {
-  if (!updates(on)) return;
-  const int rank = on.step.adapter_rank, total = int(runs_.size()) * on.count;
-  const int stage = (d_.layers * kLayerStages + 2) + on.layer * kProducts + on.product;
-  float* floats = low_floats_.data() + size_t(worker) * kRunRows * rank;
-  for (int item; (item = pool_.take(stage, worker, total)) < total;) {
+bool Adapters::update(const Adapted& on) const {
+  if (runs_.empty()) return false;
+  for (int64_t adapter : present_)
+    for (int part = 0; part < on.count; part++)
+      if ((c_.step->adapter[adapter][on.layer].*on.parts[part]).a.n) return true;
+  return false;
+}
+
+void Adapters::shrink(const Adapted& on, Rows x, Worker& w) {
+  const int rank = c_.step->adapter_rank;
+  float* floats = floats_.data() + size_t(w.index) * kRunRows * rank;
+  c_.each(int(runs_.size()) * on.count, w, [&](int item) {
     const Run& run = runs_[item / on.count];
     const int part = item % on.count;
-    const LowRank& update = on.of(run, part);
-    if (!update.a.n) continue;
-    const Piece piece = whole(update.a, {floats, size_t(rank), nullptr, false, run.m0, 0});
-    k_.gemm(&piece, 1, x, run.m0, run.m1, scratch(worker));
+    const LowRank& update = of(on, run, part);
+    if (!update.a.n) return;
+    const Piece piece{&update.a, 0, update.a.groups(), {floats, size_t(rank), nullptr, false, run.m0, 0}};
+    c_.k.gemm(&piece, 1, x, run.m0, run.m1, c_.scratch(w));
     for (int m = run.m0; m < run.m1; m++) {
       float* row = floats + size_t(m - run.m0) * rank;
       for (int i = 0; i < update.a.n; i++) row[i] *= update.scale;
       std::fill(row + update.a.n, row + rank, 0.0f);
-      k_.quantise(row, low_[part], m);
+      c_.k.quantise(row, low_[part], m);
     }
-  }
-  pool_.barrier();
+  });
+  c_.meet(w);
 }
 
-void Program::expand(const Adapted& on, int part, const Piece& piece, int m0, int m1, int worker) {
+void Adapters::expand(const Adapted& on, int part, const Piece& piece, int m0, int m1, const Worker& w) const {
   for (const Run& run : runs_) {
     const int first = std::max(run.m0, m0), last = std::min(run.m1, m1);
     if (first >= last) continue;
-    const LowRank& update = on.of(run, part);
+    const LowRank& update = of(on, run, part);
     if (!update.b.n) continue;
     Piece added{&update.b, piece.g0, piece.g1, piece.out};
     added.out.bias = nullptr;
     added.out.add = true;
-    k_.gemm(&added, 1, low_[part], first, last, scratch(worker));
+    c_.k.gemm(&added, 1, low_[part], first, last, c_.scratch(w));
   }
 }
 

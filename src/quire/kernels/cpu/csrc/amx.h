@@ -55,7 +55,7 @@ void end() { _tile_release(); }
 // Four-bit quants of a block as bytes.
 inline void unpack(const uint8_t* from, uint8_t* to) {
   __m512i v[8];
-  load_block<4>(from, v);
+  load_block<kNibble>(from, v);
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) _mm512_store_si512(to + 64 * i, v[i]);
 }
@@ -129,7 +129,7 @@ struct Sums {
   int m, g;
 
   inline void begin(const Walk& at, Rows x, int row) {
-    scales = at.piece->w->scales(at.g, 0);
+    scales = reinterpret_cast<const uint16_t*>(at.piece->w->scales(at.g, 0));
     factors = x.scale(row, 0);
     out = at.piece->out;
     m = row;
@@ -140,7 +140,7 @@ struct Sums {
   inline void take(const int32_t* products) {
     add<Bits, R>(scales, factors, products, acc);
     scales += Bits == 4 ? 160 : kLanes;
-    factors += 2 * kTile;
+    factors += 3 * kTile;
   }
   inline void end(int rows) {
 #pragma GCC unroll 16
@@ -205,8 +205,8 @@ inline void multiply_half(const int8_t* x, const uint8_t* w) {
   }
 }
 
-// A group that is unpacked, to unsigned bytes: one product a block, or, where each half has a scale, two; less what the 32
-// of each 6-bit quant has added. In the order of `tile`, so with its bits.
+// A group that is unpacked, to unsigned bytes: one product a block, or, where each half has a scale, two; less what quants
+// that were made unsigned have added. In the order of `tile`, so with its bits.
 template <int R, typename F>
 void unpacked_tiles(const Unpacked<F>& from, int g, Rows x, int m0, int m1, Out out) {
   alignas(64) int32_t products[kProducts][R * kLanes];
@@ -226,16 +226,17 @@ void unpacked_tiles(const Unpacked<F>& from, int g, Rows x, int m0, int m1, Out 
       }
       if (s >= kLag) {
         const int b = (s - kLag) / parts, part = (s - kLag) % parts;
-        const int32_t *product = products[(s - kLag) % kProducts], *total = x.totals(m, b);
+        const int32_t *product = products[(s - kLag) % kProducts], *excess = x.excesses(m, b);
         const float* factors = x.scale(m, b);
-        const __m512 scale = part ? from.other(b, 0) : from.scale(b, 0), minimum = from.other(b, 0);
+        const __m512 scale = from.scale(b, 0, part), minimum = from.minimum(b, 0, parts - 1);
+        const __m512 first_minimum = from.minimum(b, 0);
+        const __m512i round = _mm512_set1_epi32(0x4b400000);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-          const int excess = F::halves ? 32 * (part ? total[r] - total[16 + r] : total[16 + r]) : 0;
-          const __m512i round = _mm512_set1_epi32(0x4b400000 - excess), whole = _mm512_load_si512(product + r * kLanes);
-          const __m512 dot = _mm512_sub_ps((__m512)_mm512_add_epi32(whole, round), _mm512_set1_ps(kRound));
+          const __m512i signed_ = _mm512_add_epi32(_mm512_load_si512(product + r * kLanes), less_excess<F::id>(excess + r, part));
+          const __m512 dot = _mm512_sub_ps((__m512)_mm512_add_epi32(signed_, round), _mm512_set1_ps(kRound));
           acc[r] = _mm512_fmadd_ps(dot, _mm512_mul_ps(scale, _mm512_set1_ps(factors[r])), acc[r]);
-          if (F::minima) acc[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(factors[16 + r]), acc[r]);
+          if (part == parts - 1) acc[r] = add_minima<F>(acc[r], first_minimum, minimum, factors + r);
         }
       }
       if (s < steps) keep<R>(products[s % kProducts]);
@@ -252,12 +253,11 @@ void tiles(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scrat
   const Piece* end = pieces + count;
   for (const Piece *from = pieces, *to; from < end; from = to) {
     const Matrix& w = *from->w;
-    for (to = from; to < end && to->w->bits == w.bits && to->w->run == w.run;) to++;
-    if (w.run == 1 && w.bits == 4) tiles<4, R>(from, to, x, m0, m1, scratch.bytes);
-    else if (w.run == 1 && w.bits == 8) tiles<8, R>(from, to, x, m0, m1, scratch.bytes);
-    else each_group(from, int(to - from), kUnpack, scratch, [&](const auto& source, int g, Out out) {
-      using Source = std::decay_t<decltype(source)>;
-      if constexpr (Source::stored != Source::bits) unpacked_tiles<R>(source, g, x, m0, m1, out);
+    for (to = from; to < end && to->w->form == w.form;) to++;
+    if (w.form == kNibble) tiles<4, R>(from, to, x, m0, m1, scratch.bytes);
+    else if (w.form == kByte) tiles<8, R>(from, to, x, m0, m1, scratch.bytes);
+    else each_group<true>(from, int(to - from), kUnpack, scratch, [&](const auto& source, int g, Out out) {
+      if constexpr (std::decay_t<decltype(source)>::bytes) unpacked_tiles<R>(source, g, x, m0, m1, out);
     });
   }
 }

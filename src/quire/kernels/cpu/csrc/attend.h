@@ -39,7 +39,7 @@ inline void attend_range(const AttendArgs& a, const Table& table, State* states,
       for (int i = 0, n = 1; i < count; i += n, n = 1) {
         const int position = mine[i].position;
         while (n < kTogether && i + n < count && mine[i + n].position == position) n++;
-        int first = a.window ? position - a.window + 1 - at : 0, last = position + 1 - at;
+        int first = a.first_seen(position) - at, last = position + 1 - at;
         first = first < 0 ? 0 : first;
         last = last > kKeys ? kKeys : last;
         if (first < last) attend_block(n, mine + i, k, v, dim, first, last);
@@ -67,11 +67,12 @@ void attend(const AttendArgs& a, float* scratch) {
   int nearest = a.queries[0].position;
   for (int i = 0; i < count; i++) {
     const Query& query = query_of(i);
-    states[i] = {-1e30f, 0, query.q + size_t(head_of(i)) * dim, sums + size_t(i) * dim, query.position};
+    const float *q = query.q + size_t(head_of(i)) * dim, *sink = a.sinks ? a.sinks + head_of(i) : nullptr;
+    states[i] = {sink ? *sink : -1e30f, sink ? 1.0f : 0.0f, q, sums + size_t(i) * dim, query.position, a.softcap};
     for (int d = 0; d < dim; d++) states[i].sum[d] = 0;
     nearest = query.position < nearest ? query.position : nearest;
   }
-  int begin = a.window && nearest >= a.window ? (nearest - a.window + 1) / kKeys : 0;
+  int begin = a.first_seen(nearest) / kKeys;
   float* paid = blocks + 2 * kKeys * dim;
   if (a.mass) {
     for (size_t i = 0; i < size_t(count) * a.mass_runs; i++) paid[i] = 0;
@@ -115,10 +116,12 @@ void attend(const AttendArgs& a, float* scratch) {
       for (int run = 0; run < a.mass_runs; run++) to[run] += paid[size_t(i) * a.mass_runs + run] * inverse;
     }
     int token = query_of(i).token, head = head_of(i);
-    if (a.out_float) {
-      __builtin_memcpy(a.out_float + (size_t(token) * a.heads + head) * dim, s.sum, size_t(dim) * 4);
-    } else {
-      for (int b = 0; b < dim / kBlock; b++) quantise_block(s.sum + b * kBlock, a.out, token, head * (dim / kBlock) + b);
+    if (a.gate) {
+      const float* gate = a.gate + size_t(token) * a.gate_stride + size_t(head) * dim;
+      for (int d = 0; d < dim; d += W) store(s.sum + d, load(s.sum + d) * sigmoid(load(gate + d)));
     }
+    const int blocks = (dim - a.values_from) / kBlock, place = a.head_rows ? 0 : head * blocks;
+    for (int b = 0; b < blocks; b++)
+      quantise_block(s.sum + a.values_from + b * kBlock, a.out, token + head * a.head_rows, place + b);
   }
 }

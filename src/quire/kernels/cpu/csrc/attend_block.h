@@ -6,6 +6,7 @@ struct State {  // of one (query token, head)
   const float* q;
   float* sum;  // [head_dim], weighted values so far
   int32_t position;
+  float softcap;  // see `AttendArgs`
 };
 
 // Calls visit(j, address of K, its scales) for positions first .. first + count of one head, page by page.
@@ -91,7 +92,7 @@ inline void gather(const Paged& kv, const Table& table, int head, int first, int
   float k_scales[kKeys * kMostScales], v_scales[kKeys * kMostScales];
   if (Kind > kFloat16) {
     if (Kind < kKivi4) gather_scales(kv, table, head, first, count, 0, k_scales);
-    gather_scales(kv, table, head, first, count, kv.v_scales(), v_scales);
+    gather_scales(kv, table, head, first, count, kv.v_scales, v_scales);
   }
   const uint16_t* by_channel = nullptr;
   if (Kind >= kKivi4)  // the block is one run of tokens
@@ -145,7 +146,9 @@ inline float soften(State& s, float* p, int first, int last) {
   vf low = splat(-__builtin_inff()), most = low;
   for (int i = 0; i < kKeys; i += W) {
     vi lane = lane_numbers() + i;
-    vf score = (lane >= first) & (lane < last) ? load(p + i) : low;
+    vf score = load(p + i);
+    if (s.softcap) score = capped(score, s.softcap);
+    score = (lane >= first) & (lane < last) ? score : low;
     store(p + i, score);
     most = maximum(most, score);
   }
@@ -213,7 +216,7 @@ inline void attend_paid(const AttendArgs& a, State* states, int stride, int begi
       gather(a.kv, a.queries[0].table(), head, at, written < kKeys ? written : kKeys, k, v);
       int base = (head - a.head_begin) * stride;
       for (int i = base; i < base + stride; i++) {
-        int first = a.window ? states[i].position - a.window + 1 - at : 0, last = states[i].position + 1 - at;
+        int first = a.first_seen(states[i].position) - at, last = states[i].position + 1 - at;
         first = first < 0 ? 0 : first;
         last = last > kKeys ? kKeys : last;
         if (first < last)

@@ -111,7 +111,7 @@ void attend_paged(const AttendArgs& a, const Table& table, State* states, int st
     if (block + 1 < end) find(a.kv, table, position, block + 1, next);
     else if (a.then) find(a.kv, a.then->table(), a.then->position, 0, next);
     else next = at;
-    int first = a.window ? position - a.window + 1 - block * kKeys : 0, last = position + 1 - block * kKeys;
+    int first = a.first_seen(position) - block * kKeys, last = position + 1 - block * kKeys;
     first = first < 0 ? 0 : first;
     last = last > kKeys ? kKeys : last;
     for (int head = a.head_begin; first < last && head < a.head_end; head++)

@@ -33,18 +33,20 @@ inline void transpose(vf* rows) {  // [W][W]
 // W states side by side. Lanes past the last state repeat it.
 struct Wide {
   vf top, total;
-  vi position;
+  vi position, first_seen;
   State* states;
   int count;
   float *q, *sum;  // [head_dim][W]
 
   State& lane(int i) const { return states[i < count ? i : count - 1]; }
 
-  void begin(int dim) {
+  void begin(const AttendArgs& a) {
+    const int dim = a.kv.head_dim;
     for (int i = 0; i < W; i++) {
       top[i] = lane(i).top;
       total[i] = lane(i).total;
       position[i] = lane(i).position;
+      first_seen[i] = a.first_seen(lane(i).position);
     }
     vf rows[W];
     for (int d = 0; d < dim; d += W)
@@ -157,6 +159,7 @@ template <bool Masked>
 __attribute__((noinline)) void attend_wide_block(Wide& w, const float* k, const float* v, int dim, vi first, vi last,
                                                  int begin, int end, float* p) {
   const vf low = splat(-__builtin_inff());
+  const float softcap = w.states->softcap;
   vf most = low;
   for (int j = begin / kAbreast * kAbreast; j < end; j += kAbreast) {
 #if QUIRE_WIDTH == 4
@@ -166,6 +169,7 @@ __attribute__((noinline)) void attend_wide_block(Wide& w, const float* k, const 
 #endif
 #pragma GCC unroll 4
     for (int i = 0; i < kAbreast; i++) {
+      if (softcap) scores.of[i] = capped(scores.of[i], softcap);
       vf score = Masked ? ((first <= j + i) & (last > j + i) ? scores.of[i] : low) : scores.of[i];
       store(p + (j + i) * W, score);
       most = maximum(most, score);
@@ -209,7 +213,7 @@ inline void attend_wide(const AttendArgs& a, const Table& table, int head, State
     wide[i].count = count - i * W < W ? count - i * W : W;
     wide[i].q = lanes;
     wide[i].sum = lanes + dim * W;
-    wide[i].begin(dim);
+    wide[i].begin(a);
     for (int j = 0; j < W; j++) furthest = wide[i].position[j] > furthest ? wide[i].position[j] : furthest;
   }
   for (int block = begin; block < end; block++) {
@@ -217,7 +221,7 @@ inline void attend_wide(const AttendArgs& a, const Table& table, int head, State
     if (block + 1 < end) fetch(a.kv, table, head, at + kKeys, ahead < kKeys ? ahead : kKeys);
     gather(a.kv, table, head, at, written < kKeys ? written : kKeys, k, v);
     for (Wide* w = wide; w < wide + lots; w++) {
-      vi last = w->position + 1 - at, first = a.window ? last - a.window : vi{};
+      vi last = w->position + 1 - at, first = w->first_seen - at;
       int from = kKeys, to = 0, full = 1;
       for (int i = 0; i < W; i++) {
         int f = first[i] < 0 ? 0 : first[i], l = last[i] > kKeys ? kKeys : last[i];

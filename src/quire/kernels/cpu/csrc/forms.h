@@ -2,17 +2,28 @@
 // namespace, after simd.h and of the instruction set: `bytes_to_floats` (kZero too large), `kUnit` (what one step of its 6-bit
 // quants is), `unpack_block` and `kUnpack` (rows from which on a group is unpacked first). Refuses to know: products.
 
-template <int Bits, int Run>
-struct Form {
-  static constexpr int bits = Bits, run = Run, stored = Bits;  // stored: bits that a quant takes
-  static constexpr int ahead = Run == 1 && Bits < 6 ? Bits + 1 : Bits;  // cache lines of a block, but for a run's head
-  static constexpr bool minima = Bits < 6, halves = Bits == 6;  // halves: each half of a block has a scale
+template <FormId Id>
+struct FormOf {
+  static constexpr FormId id = Id;
+  static constexpr Form form = kForms[Id];
+  static constexpr int bits = form.bits, run = form.run;
+  static constexpr bool minima = form.minima, halves = form.halves;
+  static constexpr bool bytes = false;  // quants lie as they are packed
 };
 
 template <typename Visit>
 inline void with_form(const Matrix& w, Visit visit) {
-  if (w.run == 1) return w.bits == 4 ? visit(Form<4, 1>()) : w.bits == 5 ? visit(Form<5, 1>()) : visit(Form<8, 1>());
-  return w.bits == 5 ? visit(Form<5, 8>()) : visit(Form<6, 8>());
+  switch (w.form) {
+    case kByte: return visit(FormOf<kByte>());
+    case kNibble: return visit(FormOf<kNibble>());
+    case kFive: return visit(FormOf<kFive>());
+    case kSixK: return visit(FormOf<kSixK>());
+    case kFiveK: return visit(FormOf<kFiveK>());
+    case kFourK: return visit(FormOf<kFourK>());
+    case kThreeK: return visit(FormOf<kThreeK>());
+    case kTwoK: return visit(FormOf<kTwoK>());
+    case kMxFour: return visit(FormOf<kMxFour>());
+  }
 }
 
 inline bytes16 load16(const uint8_t* p) {
@@ -27,98 +38,112 @@ constexpr int kVectors = kLanes / W;
 template <typename F>
 struct Packed : F {
   const uint8_t* group;
-  const uint16_t* first;    // fp16 of the first run
-  vf factors[2][kVectors];  // of the run: of scales, and of minima
-  vf scales[2][kVectors];   // of the block: the scale, and that of the second half or the minimum
+  const uint8_t* first;      // scales of the first run
+  vf factors[2][kVectors];   // of the run: of scales, and of minima
+  vf scales[2][kVectors], minima_[2][kVectors];  // of the block's halves
 
   Packed(const Matrix& w, int g) : group(w.group(g)), first(w.scales(g, 0)) {}
-  QUIRE_INLINE Matrix w() const { return {group, 0, 0, F::bits, F::run}; }  // places within a group do not depend on n and k
+  QUIRE_INLINE const uint8_t* quants(int b) const { return group + F::form.quants_at(b); }
   QUIRE_INLINE const uint16_t* halves_of(int b) const {
-    return F::minima ? w().scales(0, b) : first + b / F::run * kLanes;
+    const uint8_t* at = !F::minima  ? first + b / F::run * F::form.behind_bytes()
+                        : F::run == 1 ? quants(b) + F::form.quant_bytes()
+                                      : group + F::form.head_at(b);
+    return reinterpret_cast<const uint16_t*>(at);
   }
-  QUIRE_INLINE const uint8_t* quants(int b) const { return w().quants(0, b); }
-  QUIRE_INLINE vf scale(int b, int lane) const { return F::run == 1 ? load_half(halves_of(b) + lane) : scales[0][lane / W]; }
-  QUIRE_INLINE vf other(int b, int lane) const {
-    if (!F::minima && !F::halves) return vf{};
-    return F::run == 1 ? load_half(halves_of(b) + kLanes + lane) : scales[1][lane / W];
+  QUIRE_INLINE vf scale(int b, int lane, int half = 0) const {
+    if (F::run != 1) return scales[half][lane / W];
+    if (F::id == kMxFour) return (vf)(load_bytes(first + b * kLanes + lane) << 23);
+    return load_half(halves_of(b) + lane);
+  }
+  QUIRE_INLINE vf minimum(int b, int lane, int half = 0) const {
+    if (!F::minima) return vf{};
+    return F::run == 1 ? load_half(halves_of(b) + kLanes + lane) : minima_[half][lane / W];
   }
   QUIRE_INLINE void enter(int b) {
     if (F::run == 1) return;
     if (b % 8 == 0)
 #pragma GCC unroll 4
       for (int i = 0; i < kVectors; i++) {
-        factors[0][i] = load_half(halves_of(b) + i * W) * (F::halves ? kUnit : 1.0f);
+        factors[0][i] = load_half(halves_of(b) + i * W) * (F::id == kSixK ? kUnit : 1.0f);
         factors[1][i] = F::minima ? -load_half(halves_of(b) + kLanes + i * W) : factors[0][i];
       }
-    const uint8_t* integers = w().integers(0, b);
-    auto integer = [&](int i) __attribute__((always_inline)) { return load16(integers + i * kLanes); };
-    const int sub = b % 8;
-    if (F::halves) {
-      take(0, integer(2 * sub) ^ 128, 128.0f + kZero);
-      take(1, integer(2 * sub + 1) ^ 128, 128.0f + kZero);
-    } else if (sub < 4) {
-      take(0, integer(sub) & 63, kZero);
-      take(1, integer(4 + sub) & 63, kZero);
+    const uint8_t* integers = group + F::form.integers_at(b) + b % 8 * 2 * kLanes;
+    const bytes16 first = load16(integers), second = load16(integers + kLanes);
+    if (F::id == kTwoK) {
+      take(scales[0], first & 15, kZero, factors[0]);
+      take(scales[1], second & 15, kZero, factors[0]);
+      take(minima_[0], first >> 4, kZero, factors[1]);
+      take(minima_[1], second >> 4, kZero, factors[1]);
+    } else if (F::halves) {  // signed
+      take(scales[0], first ^ 128, 128.0f + kZero, factors[0]);
+      take(scales[1], second ^ 128, 128.0f + kZero, factors[0]);
     } else {
-      bytes16 low = integer(sub + 4);
-      take(0, (low & 15) | (integer(sub - 4) >> 2 & 48), kZero);
-      take(1, low >> 4 | (integer(sub) >> 2 & 48), kZero);
+      take(scales[0], first, kZero, factors[0]);
+      take(minima_[0], second, kZero, factors[1]);
     }
+  }
+  // Asks for what is a run (of one block: kAhead bytes) further on.
+  template <int Ahead>
+  QUIRE_INLINE void fetch(int b) const {
+    constexpr int lines = F::run == 1 && F::minima ? F::bits + 1 : F::bits, heads = F::form.head_bytes() / 64;
+    const uint8_t* next = quants(b) + (F::run == 1 ? Ahead : int(F::form.run_bytes()));
+#pragma GCC unroll 8
+    for (int i = 0; i < lines; i++) __builtin_prefetch(next + 64 * i);
+    if (b % 8 < heads) __builtin_prefetch(group + F::form.head_at(b + 8) + b % 8 * 64);
   }
 
  private:
   // Integers less `zero`, times the run's factors: products of fp16 and few bits, which are exact.
-  QUIRE_INLINE void take(int which, bytes16 bytes, float zero) {
+  QUIRE_INLINE static void take(vf* to, bytes16 bytes, float zero, const vf* factors) {
     vf each[kVectors];
     bytes_to_floats(bytes, each);
 #pragma GCC unroll 4
-    for (int i = 0; i < kVectors; i++) scales[which][i] = (each[i] - zero) * factors[which][i];
+    for (int i = 0; i < kVectors; i++) to[i] = (each[i] - zero) * factors[i];
   }
 };
 
-// A group unpacked into scratch (see `scratch_bytes`).
+// A group unpacked into scratch (see `scratch_bytes`): quants as bytes, scales and minima as floats.
 template <typename F>
 struct Unpacked : F {
-  static constexpr int stored = 8, ahead = 0;
-  uint8_t* const bytes;
+  static constexpr bool bytes = true;
+  uint8_t* const quants_;
   float* const floats;
 
   Unpacked(Scratch scratch, int blocks)
-      : bytes(scratch.bytes), floats(reinterpret_cast<float*>(scratch.bytes + size_t(blocks) * kBlock * kLanes)) {}
+      : quants_(scratch.bytes), floats(reinterpret_cast<float*>(scratch.bytes + size_t(blocks) * kBlock * kLanes)) {}
   QUIRE_INLINE void enter(int) const {}
-  QUIRE_INLINE const uint8_t* quants(int b) const { return bytes + b * 512; }
-  QUIRE_INLINE vf scale(int b, int lane) const { return load(floats + b * 2 * kLanes + lane); }
-  QUIRE_INLINE vf other(int b, int lane) const { return scale(b, kLanes + lane); }
+  template <int Ahead>
+  QUIRE_INLINE void fetch(int) const {}
+  QUIRE_INLINE const uint8_t* quants(int b) const { return quants_ + b * 512; }
+  QUIRE_INLINE vf scale(int b, int lane, int half = 0) const { return load(floats + (b * 4 + half) * kLanes + lane); }
+  QUIRE_INLINE vf minimum(int b, int lane, int half = 0) const { return load(floats + (b * 4 + 2 + half) * kLanes + lane); }
+  void put(Packed<F>& from, int b) const {
+    from.enter(b);
+    unpack_block<F::id>(from.quants(b), quants_ + b * 512);
+    for (int half = 0; half <= F::halves; half++)
+      for (int i = 0; i < kLanes; i += W) {
+        store(floats + (b * 4 + half) * kLanes + i, from.scale(b, i, half));
+        if (F::minima) store(floats + (b * 4 + 2 + half) * kLanes + i, from.minimum(b, i, half));
+      }
+  }
 };
 
-template <typename F>
-inline void unpack_scales(Packed<F>& from, int b, const Unpacked<F>& to) {
-  from.enter(b);
-  for (int i = 0; i < kLanes; i += W) {
-    store(to.floats + b * 2 * kLanes + i, from.scale(b, i));
-    store(to.floats + (b * 2 + 1) * kLanes + i, from.other(b, i));
-  }
-}
-
 // What `multiply` makes of each group, unpacked first where there are rows enough for it to be worth that.
-template <typename Multiply>
+template <bool Always, typename Multiply>
 void each_group(const Piece* pieces, int count, int rows, Scratch scratch, Multiply multiply) {
   for (const Piece* p = pieces; p < pieces + count; p++)
     with_form(*p->w, [&](auto form) {
       using F = decltype(form);
-      constexpr bool as_packed = F::run == 1 && F::bits != 5;  // bytes, or next to them
+      constexpr bool as_packed = F::bits == 4 || F::bits == 8;  // bytes, or next to them
       for (int g = p->g0; g < p->g1; g++) {
         Packed<F> from(*p->w, g);
-        if (as_packed || rows < kUnpack) {
+        if (!Always && (as_packed || rows < kUnpack)) {
           multiply(from, g, p->out);
-        } else {
-          Unpacked<F> to(scratch, p->w->blocks());
-          for (int b = 0; b < p->w->blocks(); b++) {
-            unpack_scales(from, b, to);
-            unpack_block<F::bits>(from.quants(b), to.bytes + b * 512);
-          }
-          multiply(to, g, p->out);
+          continue;
         }
+        const Unpacked<F> to(scratch, p->w->blocks());
+        for (int b = 0; b < p->w->blocks(); b++) to.put(from, b);
+        multiply(to, g, p->out);
       }
     });
 }

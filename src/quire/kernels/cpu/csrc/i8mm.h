@@ -3,10 +3,10 @@
 namespace i8mm {
 
 // The eight weight vectors of a block for 4 outputs from vector v on: [inputs / 8][first or last two outputs].
-template <int Bits>
-QUIRE_INLINE void load_pairs(const uint8_t* p, int8x16_t* w) {
+template <typename Source>
+QUIRE_INLINE void load_pairs(const Source& from, int b, int v, int8x16_t* w) {
   int8x16_t quads[8];
-  load_block<Bits>(p, quads);
+  load_quads(from, b, v, quads);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     int32x4_t even = vreinterpretq_s32_s8(quads[2 * i]), odd = vreinterpretq_s32_s8(quads[2 * i + 1]);
@@ -41,10 +41,10 @@ void tile8(Source from, int g, int v, Rows x, int m, Out out) {
   for (int b = 0; b < x.blocks(); b++) {
     from.enter(b);
     int8x16_t weights[8];
-    load_pairs<Source::stored>(from.quants(b) + 16 * v, weights);
+    load_pairs(from, b, v, weights);
     const float* factors = x.scale(m, b);
     const int8_t* xq = x.quants(m, b);
-    vf scale = from.scale(b, 4 * v), other = from.other(b, 4 * v);
+    const Levels by = Levels::of(from, b, 4 * v);
 #pragma GCC unroll 4
     for (int r = 0; r < 8; r += 2) {
       int32x4_t first[2], second[2];
@@ -56,7 +56,7 @@ void tile8(Source from, int g, int v, Rows x, int m, Out out) {
       }
 #pragma GCC unroll 2
       for (int i = 0; i < 2; i++)
-        acc[r + i] = add_block<Source>(acc[r + i], first[i], second[i], scale, other, factors + r + i);
+        acc[r + i] = add_block<Source>(acc[r + i], first[i], second[i], by, factors + r + i);
     }
   }
 #pragma GCC unroll 8
@@ -64,7 +64,7 @@ void tile8(Source from, int g, int v, Rows x, int m, Out out) {
 }
 
 void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
-  each_group(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) {
+  each_group<false>(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) {
     int m = m0;
     for (; m + 8 <= m1; m += 8)
       for (int v = 0; v < 4; v++) tile8(from, g, v, x, m, out);

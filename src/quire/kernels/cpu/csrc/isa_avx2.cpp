@@ -3,7 +3,7 @@
 #include <cmath>
 #include <utility>
 
-#include "common.h"
+#include "kernels.h"
 
 #if defined(__x86_64__)
 #if defined(__clang__)
@@ -77,6 +77,8 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 
 #include "stages.h"
 
+#include "recurrent.h"
+
 #include "attend.h"
 
 #include "draw.h"
@@ -93,16 +95,18 @@ QUIRE_INLINE __m256i bits(__m256i v, int mask) {
   return _mm256_and_si256(Shift ? _mm256_srli_epi16(v, Shift) : v, _mm256_set1_epi8(char(mask)));
 }
 
-// The 8 vectors of a block, 4 inputs of 8 outputs each: 8 bits as they are, else unsigned (6 bits: plus 32).
-template <int Bits>
+// The 8 vectors of a block, 4 inputs of 8 outputs each: 8 bits and MXFP4's numbers as they are, else unsigned (6 bits: plus
+// 32, 3 bits: plus 4).
+template <FormId Id>
 QUIRE_INLINE void load_block(const uint8_t* p, __m256i* w) {
-  __m256i v[Bits];
+  constexpr int stored = kForms[Id].bits;
+  __m256i v[stored];
 #pragma GCC unroll 8
-  for (int i = 0; i < Bits; i++) v[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 64 * i));
-  if constexpr (Bits == 8) {
+  for (int i = 0; i < stored; i++) v[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 64 * i));
+  if constexpr (stored == 8) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) w[i] = v[i];
-  } else if constexpr (Bits == 6) {
+  } else if constexpr (stored == 6) {
     const __m256i flip = _mm256_set1_epi8(32);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
@@ -112,23 +116,39 @@ QUIRE_INLINE void load_block(const uint8_t* p, __m256i* w) {
       __m256i high = _mm256_or_si256(bits<4>(three[1], 12), bits<2>(three[2], 48));
       w[4 * half + 3] = _mm256_xor_si256(_mm256_or_si256(bits<6>(three[0], 3), high), flip);
     }
-  } else if constexpr (Bits == 5) {
+  } else if constexpr (stored == 5) {
 #pragma GCC unroll 5
     for (int i = 0; i < 5; i++) w[i] = bits<0>(v[i], 31);
     w[5] = _mm256_or_si256(bits<3>(v[0], 28), bits<6>(v[1], 3));
     w[6] = _mm256_or_si256(bits<3>(v[2], 28), bits<6>(v[3], 3));
     w[7] = _mm256_or_si256(bits<3>(v[4], 28), _mm256_or_si256(bits<4>(v[1], 2), bits<5>(v[3], 1)));
+  } else if constexpr (stored == 3) {
+#pragma GCC unroll 3
+    for (int i = 0; i < 3; i++) w[3 * i] = bits<0>(v[i], 7), w[3 * i + 1] = bits<3>(v[i], 7);
+    w[2] = _mm256_or_si256(bits<6>(v[0], 3), bits<4>(v[2], 4));
+    w[5] = _mm256_or_si256(bits<6>(v[1], 3), bits<5>(v[2], 4));
+  } else if constexpr (stored == 2) {
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      w[4 * i] = bits<0>(v[i], 3), w[4 * i + 1] = bits<2>(v[i], 3);
+      w[4 * i + 2] = bits<4>(v[i], 3), w[4 * i + 3] = bits<6>(v[i], 3);
+    }
   } else {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) w[i] = bits<0>(v[i], 15), w[i + 4] = bits<4>(v[i], 15);
   }
+  if constexpr (Id == kMxFour) {
+    const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxNumbers));
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) w[i] = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), w[i]);
+  }
 }
 
-template <int Bits>
+template <FormId Id>
 inline void unpack_block(const uint8_t* from, uint8_t* to) {
   for (int half = 0; half < 2; half++) {
     __m256i w[8];
-    load_block<Bits>(from + 32 * half, w);
+    load_block<Id>(from + 32 * half, w);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 64 * i + 32 * half), w[i]);
   }
@@ -138,21 +158,22 @@ constexpr int kUnpack = 8;
 
 #include "forms.h"
 
-// Products of quads [I, I + Count) with one row. Unsigned: as many as fit 16 bits are added there. Signed: |w| times x with
-// w's sign; two of them fit because x is never -128.
-template <int Bits, int I, int Count>
+// Products of quads [I, I + Count) with one row, as many as fit 16 bits added there. Of signed quants: |w| times x with w's
+// sign; two of 8 bits fit because x is never -128.
+template <FormId Id, int I, int Count>
 QUIRE_INLINE __m256i dot(const __m256i* w, const int8_t* x) {
-  constexpr int fit = Bits == 4 ? 8 : Bits == 5 ? 4 : Bits == 6 ? 2 : 1;
+  constexpr bool has_sign = Id == kByte || Id == kMxFour;
+  constexpr int stored = kForms[Id].bits, fit = stored <= 4 ? 8 : stored == 5 ? 4 : stored == 6 ? 2 : 1;
   const __m256i ones = _mm256_set1_epi16(1);
   __m256i total = _mm256_setzero_si256();
 #pragma GCC unroll 8
   for (int i = I; i < I + Count; i += fit) {
     __m256i pairs = _mm256_setzero_si256();
 #pragma GCC unroll 8
-    for (int j = i; j < i + fit; j++) {
+    for (int j = i; j < i + fit && j < I + Count; j++) {
       __m256i quad = _mm256_set1_epi32(reinterpret_cast<const int32_t*>(x)[j]);
-      __m256i product = Bits == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), _mm256_sign_epi8(quad, w[j]))
-                                  : _mm256_maddubs_epi16(w[j], quad);
+      __m256i product = has_sign ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), _mm256_sign_epi8(quad, w[j]))
+                                 : _mm256_maddubs_epi16(w[j], quad);
       pairs = j == i ? product : _mm256_add_epi16(pairs, product);
     }
     pairs = _mm256_madd_epi16(pairs, ones);
@@ -161,38 +182,50 @@ QUIRE_INLINE __m256i dot(const __m256i* w, const int8_t* x) {
   return total;
 }
 
+// A dot product of a half of a block, less what quants that were made unsigned have added.
+template <FormId Id, int Half>
+QUIRE_INLINE __m256i half_dot(const __m256i* w, const int8_t* x, const int32_t* excess) {
+  const __m256i sum = dot<Id, 4 * Half, 4>(w, x);
+  if constexpr (Id == kTwoK) return sum;
+  return _mm256_add_epi32(sum, _mm256_set1_epi32(Id == kThreeK ? excess[16 + 16 * Half] >> 3 : excess[16 + 16 * Half]));
+}
+
 // R rows from m on, within one tile of 16; outputs 8 * half .. of group g.
 template <int R, typename Source>
 void tile(Source from, int g, int half, Rows x, int m, Out out) {
+  constexpr int last = Source::halves;
   vf acc[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++) acc[r] = vf{};
   for (int b = 0; b < x.blocks(); b++) {
     from.enter(b);
     __m256i w[8];
-    load_block<Source::stored>(from.quants(b) + 32 * half, w);
-    vf scale = from.scale(b, 8 * half), other = from.other(b, 8 * half);
+    if constexpr (Source::bytes) load_block<kByte>(from.quants(b) + 32 * half, w);
+    else load_block<Source::id>(from.quants(b) + 32 * half, w);
+    const vf scale = from.scale(b, 8 * half), scale2 = from.scale(b, 8 * half, last);
+    const vf minimum = from.minimum(b, 8 * half, last), first_minimum = from.minimum(b, 8 * half);
     const float* factors = x.scale(m, b);
     const int8_t* xq = x.quants(m, b);
-    const int32_t* total = x.totals(m, b);
+    const int32_t* excess = x.excesses(m, b);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      if (Source::halves) {  // less what the 32 of each quant has added
-        __m256i first = dot<6, 0, 4>(w, xq + r * kBlock), second = dot<6, 4, 4>(w, xq + r * kBlock);
-        first = _mm256_sub_epi32(first, _mm256_set1_epi32(32 * total[16 + r]));
-        second = _mm256_sub_epi32(second, _mm256_set1_epi32(32 * (total[r] - total[16 + r])));
+      if constexpr (Source::halves) {
+        const __m256i first = half_dot<Source::id, 0>(w, xq + r * kBlock, excess + r);
+        const __m256i second = half_dot<Source::id, 1>(w, xq + r * kBlock, excess + r);
         acc[r] = fma(_mm256_cvtepi32_ps(first), scale * factors[r], acc[r]);
-        acc[r] = fma(_mm256_cvtepi32_ps(second), other * factors[r], acc[r]);
+        acc[r] = fma(_mm256_cvtepi32_ps(second), scale2 * factors[r], acc[r]);
       } else {
-        acc[r] = fma(_mm256_cvtepi32_ps(dot<Source::bits, 0, 8>(w, xq + r * kBlock)), scale * factors[r], acc[r]);
+        acc[r] = fma(_mm256_cvtepi32_ps(dot<Source::id, 0, 8>(w, xq + r * kBlock)), scale * factors[r], acc[r]);
       }
-      if (Source::minima) acc[r] = fma(other, splat(factors[16 + r]), acc[r]);
+      if (Source::minima) acc[r] = fma(minimum, splat(factors[16 + r]), acc[r]);
+      if (Source::minima && Source::halves) acc[r] = fma(first_minimum - minimum, splat(factors[32 + r]), acc[r]);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++) {
     float* to = out.at(m + r, g) + 8 * half;
     if (out.bias) acc[r] += load(out.bias + g * kLanes + 8 * half);
+    acc[r] *= out.scale;
     if (out.add) acc[r] = load(to) + acc[r];
     store(to, acc[r]);
   }
@@ -210,7 +243,7 @@ void rows(Source from, int g, int half, Rows x, int m0, int m1, Out out) {
 }
 
 void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
-  each_group(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) {
+  each_group<false>(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) {
     for (int half = 0; half < 2; half++) rows(from, g, half, x, m0, m1, out);
   });
 }

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <utility>
 
-#include "common.h"
+#include "kernels.h"
 
 #if defined(__x86_64__)
 #include <sys/syscall.h>
@@ -70,6 +70,8 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 
 #include "stages.h"
 
+#include "recurrent.h"
+
 #include "attend.h"
 
 #include "draw.h"
@@ -77,6 +79,7 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 inline void finish(Out out, int m, int g, __m512 acc) {
   float* to = out.at(m, g);
   if (out.bias) acc = _mm512_add_ps(acc, _mm512_loadu_ps(out.bias + g * kLanes));
+  acc = _mm512_mul_ps(acc, _mm512_set1_ps(out.scale));
   if (out.add) acc = _mm512_add_ps(_mm512_loadu_ps(to), acc);
   _mm512_storeu_ps(to, acc);
 }
@@ -93,18 +96,19 @@ QUIRE_INLINE __m512i bits(__m512i v, int mask, __m512i with) {
   return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi8(char(mask)), with, 0x6a);  // a & b ^ c
 }
 
-// The 8 vectors of a block, as unsigned bytes (8 bits: plus 128, 6 bits: plus 32).
-template <int Bits>
+// The 8 vectors of a block, as unsigned bytes: quants that are signed are too large by 128 (6 bits: 32, 3 bits: 4).
+template <FormId Id>
 QUIRE_INLINE void load_block(const uint8_t* p, __m512i* w) {
-  __m512i v[Bits];
+  constexpr int stored = kForms[Id].bits;
+  __m512i v[stored];
 #pragma GCC unroll 8
-  for (int i = 0; i < Bits; i++) v[i] = _mm512_loadu_si512(p + 64 * i);
+  for (int i = 0; i < stored; i++) v[i] = _mm512_loadu_si512(p + 64 * i);
   const __m512i none = _mm512_setzero_si512();
-  if constexpr (Bits == 8) {
+  if constexpr (Id == kByte) {
     const __m512i flip = _mm512_set1_epi8(-128);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) w[i] = _mm512_xor_si512(v[i], flip);
-  } else if constexpr (Bits == 6) {
+  } else if constexpr (stored == 6) {
     const __m512i flip = _mm512_set1_epi8(32);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
@@ -113,13 +117,26 @@ QUIRE_INLINE void load_block(const uint8_t* p, __m512i* w) {
       for (int i = 0; i < 3; i++) w[4 * half + i] = bits<0>(three[i], 63, flip);
       w[4 * half + 3] = bits<2>(three[2], 48, bits<4>(three[1], 12, bits<6>(three[0], 3, flip)));
     }
-  } else if constexpr (Bits == 5) {
+  } else if constexpr (stored == 5) {
     const __m512i low = _mm512_set1_epi8(31);
 #pragma GCC unroll 5
     for (int i = 0; i < 5; i++) w[i] = _mm512_and_si512(v[i], low);
     w[5] = bits<3>(v[0], 28, bits<6>(v[1], 3, none));
     w[6] = bits<3>(v[2], 28, bits<6>(v[3], 3, none));
     w[7] = bits<3>(v[4], 28, bits<4>(v[1], 2, bits<5>(v[3], 1, none)));
+  } else if constexpr (stored == 3) {
+#pragma GCC unroll 3
+    for (int i = 0; i < 3; i++) w[3 * i] = bits<0>(v[i], 7, none), w[3 * i + 1] = bits<3>(v[i], 7, none);
+    w[2] = bits<6>(v[0], 3, bits<4>(v[2], 4, none));
+    w[5] = bits<6>(v[1], 3, bits<5>(v[2], 4, none));
+  } else if constexpr (stored == 2) {
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      w[4 * i] = bits<0>(v[i], 3, none);
+      w[4 * i + 1] = bits<2>(v[i], 3, none);
+      w[4 * i + 2] = bits<4>(v[i], 3, none);
+      w[4 * i + 3] = bits<6>(v[i], 3, none);
+    }
   } else {
     const __m512i low = _mm512_set1_epi8(15);
 #pragma GCC unroll 4
@@ -128,72 +145,97 @@ QUIRE_INLINE void load_block(const uint8_t* p, __m512i* w) {
       w[i + 4] = _mm512_and_si512(_mm512_srli_epi16(v[i], 4), low);
     }
   }
+  if constexpr (Id == kMxFour) {
+    const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxNumbers));
+    const __m512i table = _mm512_xor_si512(_mm512_broadcast_i32x4(numbers), _mm512_set1_epi8(-128));
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) w[i] = _mm512_shuffle_epi8(table, w[i]);
+  }
 }
 
 // Unpacked bytes are unsigned already.
 template <typename Source>
 QUIRE_INLINE void load_quads(const uint8_t* p, __m512i* w) {
-  if constexpr (Source::stored == Source::bits) return load_block<Source::bits>(p, w);
+  if constexpr (!Source::bytes) return load_block<Source::id>(p, w);
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) w[i] = _mm512_load_si512(p + 64 * i);
 }
 
-template <int Bits>
+template <FormId Id>
 inline void unpack_block(const uint8_t* from, uint8_t* to) {
   __m512i w[8];
-  load_block<Bits>(from, w);
+  load_block<Id>(from, w);
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) _mm512_store_si512(to + 64 * i, w[i]);
 }
 
-constexpr int kUnpack = 16;
+// What dot products of a row begin with: less what quants that were made unsigned add; of a half, if halves are apart.
+template <FormId Id>
+QUIRE_INLINE __m512i less_excess(const int32_t* excess, int half) {
+  if constexpr (Id == kByte || Id == kMxFour) return half ? _mm512_setzero_si512() : _mm512_set1_epi32(excess[0]);
+  if constexpr (Id == kSixK) return _mm512_set1_epi32(excess[16 + 16 * half]);
+  if constexpr (Id == kThreeK) return _mm512_srai_epi32(_mm512_set1_epi32(excess[16 + 16 * half]), 3);
+  return _mm512_setzero_si512();
+}
+
+constexpr int kUnpack = 64;
 
 #include "forms.h"
+
+// acc + w . x of four neighbours each, x the same for all: one instruction, which compilers take two for.
+QUIRE_INLINE __m512i add_dots(__m512i acc, __m512i w, const int32_t* x) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*x));
+  return acc;
+}
 
 // The one way an integer dot product enters a sum.
 QUIRE_INLINE __m512 accumulate(__m512 acc, __m512i dot, __m512 scale, float factor) {
   return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(factor)), acc);
 }
 
-constexpr size_t kAhead = 2560;  // bytes: weights stream from memory, and are asked for this early
+constexpr int kAhead = 2560;  // bytes: weights stream from memory, and are asked for this early
+
+// What minima add to a row.
+template <typename Source>
+QUIRE_INLINE __m512 add_minima(__m512 acc, __m512 first, __m512 second, const float* factors) {
+  if constexpr (!Source::minima) return acc;
+  acc = _mm512_fmadd_ps(second, _mm512_set1_ps(factors[16]), acc);
+  return Source::halves ? _mm512_fmadd_ps(_mm512_sub_ps(first, second), _mm512_set1_ps(factors[32]), acc) : acc;
+}
 
 // R rows from m on, within one tile of 16.
 template <int R, typename Source>
 void tile(Source from, int g, Rows x, int m, Out out, bool first) {
   const int8_t* xq = x.quants(m, 0);
   const float* factors = x.scale(m, 0);
-  const int32_t* total = x.totals(m, 0);
-  constexpr int excess = Source::bits == 8 ? 128 : 32;  // of each quant that is not unsigned
+  const int32_t* excess = x.excesses(m, 0);
+  constexpr int last = Source::halves;
   __m512 acc[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
-  for (int b = 0; b < x.blocks(); b++, xq += 512, factors += 32, total += 32) {
+  for (int b = 0; b < x.blocks(); b++, xq += 512, factors += 48, excess += 48) {
     from.enter(b);
     __m512i v[8];
-    const uint8_t* quants = from.quants(b);
-    load_quads<Source>(quants, v);
-    if (first)  // later tiles of the same weights find them in the cache
-#pragma GCC unroll 8
-      for (int i = 0; i < Source::ahead; i++) __builtin_prefetch(quants + kAhead + 64 * i);
-    __m512 scale = from.scale(b, 0), other = from.other(b, 0);
+    load_quads<Source>(from.quants(b), v);
+    if (first) from.template fetch<kAhead>(b);  // later tiles of the same weights find them in the cache
+    const __m512 scale = from.scale(b, 0), minimum = from.minimum(b, 0, last);
+    const __m512 scale2 = last ? from.scale(b, 0, 1) : scale, first_minimum = last ? from.minimum(b, 0) : minimum;
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const int32_t* quads = reinterpret_cast<const int32_t*>(xq + r * kBlock);
-      __m512i one = _mm512_setzero_si512(), two = one;
-      if (!Source::minima) one = _mm512_set1_epi32(-excess * total[Source::halves ? 16 + r : r]);
-      if (Source::halves) two = _mm512_set1_epi32(-excess * (total[r] - total[16 + r]));
+      __m512i one = less_excess<Source::id>(excess + r, 0), two = less_excess<Source::id>(excess + r, 1);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
-        one = _mm512_dpbusd_epi32(one, v[i], _mm512_set1_epi32(quads[i]));
-        two = _mm512_dpbusd_epi32(two, v[i + 4], _mm512_set1_epi32(quads[i + 4]));
+        one = add_dots(one, v[i], quads + i);
+        two = add_dots(two, v[i + 4], quads + i + 4);
       }
       if (Source::halves) {
         acc[r] = accumulate(acc[r], one, scale, factors[r]);
-        acc[r] = accumulate(acc[r], two, other, factors[r]);
+        acc[r] = accumulate(acc[r], two, scale2, factors[r]);
       } else {
         acc[r] = accumulate(acc[r], _mm512_add_epi32(one, two), scale, factors[r]);
       }
-      if (Source::minima) acc[r] = _mm512_fmadd_ps(other, _mm512_set1_ps(factors[16 + r]), acc[r]);
+      acc[r] = add_minima<Source>(acc[r], first_minimum, minimum, factors + r);
     }
   }
 #pragma GCC unroll 8
@@ -216,7 +258,7 @@ void rows(Source from, int g, Rows x, int m0, int m1, Out out) {
 }
 
 void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
-  each_group(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) { rows(from, g, x, m0, m1, out); });
+  each_group<false>(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) { rows(from, g, x, m0, m1, out); });
 }
 
 void begin() {}

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "common.h"
+#include "kernels.h"
 
 namespace quire {
 namespace {
@@ -55,6 +55,8 @@ inline void fma_lanes(vf y, const vf* x, vf* out) {
 
 #include "stages.h"
 
+#include "recurrent.h"
+
 #include "attend.h"
 
 #include "draw.h"
@@ -68,29 +70,32 @@ int32_t dot16(const int8_t* w, const int8_t* x) {
 void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out) {
   struct Block {
     int8_t quants[kBlock];
-    float scales[2], minimum;
+    float scales[2], minima[2];
   };
   std::vector<Block> row(w.blocks());
   for (int g = g0; g < g1; g++)
     for (int lane = 0; lane < kLanes; lane++) {
       for (int b = 0; b < w.blocks(); b++) {
         unpack_quants(w, g, b, lane, row[b].quants);
-        block_scales(w, g, b, lane, row[b].scales, &row[b].minimum);
+        block_scales(w, g, b, lane, row[b].scales, row[b].minima);
       }
       for (int m = m0; m < m1; m++) {
         float acc = 0;
         for (int b = 0; b < w.blocks(); b++) {
           const int8_t *quants = row[b].quants, *xq = x.quants(m, b);
+          const float *factors = x.scale(m, b), *minima = row[b].minima;
           int32_t first = dot16(quants, xq), second = dot16(quants + 16, xq + 16);
-          if (w.bits == 6) {
-            acc += float(first) * (row[b].scales[0] * *x.scale(m, b));
-            acc += float(second) * (row[b].scales[1] * *x.scale(m, b));
+          if (w.how().halves) {
+            acc += float(first) * (row[b].scales[0] * factors[0]);
+            acc += float(second) * (row[b].scales[1] * factors[0]);
           } else {
-            acc += float(first + second) * (row[b].scales[0] * *x.scale(m, b));
+            acc += float(first + second) * (row[b].scales[0] * factors[0]);
           }
-          if (w.minima()) acc += row[b].minimum * *x.sum(m, b);
+          if (w.how().minima) acc += minima[1] * factors[16];
+          if (w.how().minima && w.how().halves) acc += (minima[0] - minima[1]) * factors[32];
         }
         if (out.bias) acc += out.bias[g * kLanes + lane];
+        acc *= out.scale;
         float* to = out.at(m, g) + lane;
         *to = out.add ? *to + acc : acc;
       }

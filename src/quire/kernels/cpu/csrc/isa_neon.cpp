@@ -5,7 +5,7 @@
 #include <cmath>
 #include <utility>
 
-#include "common.h"
+#include "kernels.h"
 
 #if defined(__aarch64__)
 #if defined(__APPLE__)
@@ -80,6 +80,8 @@ QUIRE_INLINE void fma_lanes(vf y, const vf* x, vf* out) {
 
 #include "stages.h"
 
+#include "recurrent.h"
+
 #include "attend.h"
 
 #include "draw.h"
@@ -99,15 +101,16 @@ QUIRE_INLINE void bytes_to_floats(uint8x16_t bytes, vf* to) {
 }
 
 // The 8 vectors of a block, 4 inputs of 4 outputs each.
-template <int Bits>
+template <FormId Id>
 QUIRE_INLINE void load_block(const uint8_t* p, int8x16_t* w) {
-  uint8x16_t v[Bits], quads[8];
+  constexpr int stored = kForms[Id].bits;
+  uint8x16_t v[stored], quads[8];
 #pragma GCC unroll 8
-  for (int i = 0; i < Bits; i++) v[i] = vld1q_u8(p + 64 * i);
-  if constexpr (Bits == 8) {
+  for (int i = 0; i < stored; i++) v[i] = vld1q_u8(p + 64 * i);
+  if constexpr (stored == 8) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) quads[i] = v[i];
-  } else if constexpr (Bits == 6) {
+  } else if constexpr (stored == 6) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
       const uint8x16_t* three = v + 3 * half;
@@ -116,13 +119,33 @@ QUIRE_INLINE void load_block(const uint8_t* p, int8x16_t* w) {
       uint8x16_t high = vsriq_n_u8(vsriq_n_u8(three[2], three[1], 2), three[0], 4);
       quads[4 * half + 3] = vandq_u8(high, vdupq_n_u8(0xfc));
     }
-  } else if constexpr (Bits == 5) {
+  } else if constexpr (stored == 5) {
 #pragma GCC unroll 5
     for (int i = 0; i < 5; i++) quads[i] = vandq_u8(v[i], vdupq_n_u8(31));
     quads[5] = vshrq_n_u8(vsriq_n_u8(v[0], v[1], 3), 3);
     quads[6] = vshrq_n_u8(vsriq_n_u8(v[2], v[3], 3), 3);
     uint8x16_t high = vsriq_n_u8(v[4], vshlq_n_u8(v[1], 2), 3);
     quads[7] = vshrq_n_u8(vsriq_n_u8(high, vshlq_n_u8(v[3], 2), 4), 3);
+  } else if constexpr (stored == 3) {
+    const uint8x16_t low = vdupq_n_u8(7), third = vdupq_n_u8(4);
+#pragma GCC unroll 3
+    for (int i = 0; i < 3; i++) {
+      quads[3 * i] = vandq_u8(v[i], low);
+      quads[3 * i + 1] = vandq_u8(vshrq_n_u8(v[i], 3), low);
+    }
+    quads[2] = vorrq_u8(vshrq_n_u8(v[0], 6), vandq_u8(vshrq_n_u8(v[2], 4), third));
+    quads[5] = vorrq_u8(vshrq_n_u8(v[1], 6), vandq_u8(vshrq_n_u8(v[2], 5), third));
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) quads[i] = vsubq_u8(quads[i], third);  // signed as they are
+  } else if constexpr (stored == 2) {
+    const uint8x16_t low = vdupq_n_u8(3);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      quads[4 * i] = vandq_u8(v[i], low);
+      quads[4 * i + 1] = vandq_u8(vshrq_n_u8(v[i], 2), low);
+      quads[4 * i + 2] = vandq_u8(vshrq_n_u8(v[i], 4), low);
+      quads[4 * i + 3] = vshrq_n_u8(v[i], 6);
+    }
   } else {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
@@ -130,16 +153,17 @@ QUIRE_INLINE void load_block(const uint8_t* p, int8x16_t* w) {
       quads[i + 4] = vshrq_n_u8(v[i], 4);
     }
   }
+  const int8x16_t numbers = vld1q_s8(kMxNumbers);
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) w[i] = vreinterpretq_s8_u8(quads[i]);
+  for (int i = 0; i < 8; i++) w[i] = Id == kMxFour ? vqtbl1q_s8(numbers, quads[i]) : vreinterpretq_s8_u8(quads[i]);
 }
 
-template <int Bits>
+template <FormId Id>
 inline void unpack_block(const uint8_t* from, uint8_t* to) {
 #pragma GCC unroll 4
   for (int v = 0; v < 4; v++) {
     int8x16_t w[8];
-    load_block<Bits>(from + 16 * v, w);
+    load_block<Id>(from + 16 * v, w);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) vst1q_s8(reinterpret_cast<int8_t*>(to) + 64 * i + 16 * v, w[i]);
   }
@@ -173,17 +197,38 @@ QUIRE_INLINE float32x4_t accumulate(float32x4_t acc, int32x4_t dot, vf scale, fl
   return vfmaq_f32(acc, vreinterpretq_f32_s32(dot) - kRound, vmulq_n_f32(scale, factor));
 }
 
-// A block: the product, or those of both halves; then the minimum.
+// Scales and minima of a block's halves.
+struct Levels {
+  vf scales[2], minima[2];
+
+  template <typename Source>
+  QUIRE_INLINE static Levels of(const Source& from, int b, int lane) {
+    constexpr int last = Source::halves;
+    return {{from.scale(b, lane), from.scale(b, lane, last)}, {from.minimum(b, lane), from.minimum(b, lane, last)}};
+  }
+};
+
+// A block: the product, or those of both halves; then minima.
 template <typename F>
-QUIRE_INLINE float32x4_t add_block(float32x4_t acc, int32x4_t first, int32x4_t second, vf scale, vf other, const float* factors) {
-  acc = accumulate(acc, first, scale, factors[0]);
-  if (F::halves) acc = accumulate(acc, second, other, factors[0]);
-  return F::minima ? vfmaq_f32(acc, other, vdupq_n_f32(factors[16])) : acc;
+QUIRE_INLINE float32x4_t add_block(float32x4_t acc, int32x4_t first, int32x4_t second, const Levels& by, const float* factors) {
+  acc = accumulate(acc, first, by.scales[0], factors[0]);
+  if (F::halves) acc = accumulate(acc, second, by.scales[1], factors[0]);
+  if (F::minima) acc = vfmaq_f32(acc, by.minima[1], vdupq_n_f32(factors[16]));
+  if (F::minima && F::halves) acc = vfmaq_f32(acc, by.minima[0] - by.minima[1], vdupq_n_f32(factors[32]));
+  return acc;
+}
+
+// The 8 vectors of a block of 4 outputs from vector v on.
+template <typename Source>
+QUIRE_INLINE void load_quads(const Source& from, int b, int v, int8x16_t* w) {
+  if constexpr (Source::bytes) load_block<kByte>(from.quants(b) + 16 * v, w);
+  else load_block<Source::id>(from.quants(b) + 16 * v, w);
 }
 
 inline void finish(Out out, int m, int g, int v, float32x4_t acc) {
   float* to = out.at(m, g) + 4 * v;
   if (out.bias) acc = vaddq_f32(acc, vld1q_f32(out.bias + g * kLanes + 4 * v));
+  acc = vmulq_n_f32(acc, out.scale);
   if (out.add) acc = vaddq_f32(vld1q_f32(to), acc);
   vst1q_f32(to, acc);
 }
@@ -203,8 +248,8 @@ void tile(Source from, int g, int v, Rows x, int m, Out out) {
 #pragma GCC unroll 4
     for (int i = 0; i < V; i++) {
       int8x16_t w[8];
-      load_block<Source::stored>(from.quants(b) + 16 * (v + i), w);
-      vf scale = from.scale(b, 4 * (v + i)), other = from.other(b, 4 * (v + i));
+      load_quads(from, b, v + i, w);
+      const Levels by = Levels::of(from, b, 4 * (v + i));
       constexpr int S = R < 4 ? 1 : 4;
 #pragma GCC unroll 2
       for (int s = 0; s < R; s += S) {
@@ -215,7 +260,7 @@ void tile(Source from, int g, int v, Rows x, int m, Out out) {
         half_dots<S>(w + 4, xq + s * kBlock + 16, dots[Source::halves]);
 #pragma GCC unroll 4
         for (int r = 0; r < S; r++)
-          acc[s + r][i] = add_block<Source>(acc[s + r][i], dots[0][r], dots[1][r], scale, other, factors + s + r);
+          acc[s + r][i] = add_block<Source>(acc[s + r][i], dots[0][r], dots[1][r], by, factors + s + r);
       }
     }
   }
@@ -240,7 +285,7 @@ void rows(Source from, int g, Rows x, int m0, int m1, Out out) {
 }
 
 void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
-  each_group(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) { rows(from, g, x, m0, m1, out); });
+  each_group<false>(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) { rows(from, g, x, m0, m1, out); });
 }
 
 void begin() {}

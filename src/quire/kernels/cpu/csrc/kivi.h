@@ -37,7 +37,7 @@ inline void round_run(const Paged& latest, const Table& table, int first, const 
     for (int j = 0; j < kKeys; j++) {
       for (int d = 0; d < dim; d += W) store(token + d, load(v + d * kKeys + j * W));
       store_blocks<Bits>(token, dim, to + kv.v_offset + j * kv.token_stride(),
-                         kv.scales_of(page, offset + j, head) + kv.v_scales());
+                         kv.scales_of(page, offset + j, head) + kv.v_scales);
     }
   }
 }

@@ -51,6 +51,16 @@ EXPORT const Kernels* quire_kernels(const char* name) {
   return nullptr;
 }
 
+// How large the structs are that Python fills, in the order of structs.py.
+EXPORT size_t quire_struct_bytes(int place) {
+  constexpr size_t bytes[] = {
+      sizeof(Matrix),     sizeof(Attention), sizeof(Latent),  sizeof(GatedDelta),   sizeof(Mamba2),
+      sizeof(ShortConv),  sizeof(Mlp),       sizeof(Experts), sizeof(LayerInput),   sizeof(Layer),
+      sizeof(Decoder),    sizeof(AdapterLayer), sizeof(StepGroup), sizeof(Step),
+  };
+  return bytes[place];
+}
+
 // Zeroed memory for packed weights, in huge pages where the system gives them.
 EXPORT void* quire_reserve(size_t bytes) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -63,8 +73,8 @@ EXPORT void* quire_reserve(size_t bytes) {
 
 EXPORT void quire_release(void* p, size_t bytes) { munmap(p, bytes); }
 
-EXPORT size_t quire_matrix_bytes(int n, int k, int bits, int run) {
-  Matrix m{nullptr, n, k, bits, run};
+EXPORT size_t quire_matrix_bytes(int n, int k, int form) {
+  Matrix m{nullptr, n, k, FormId(form)};
   return m.group_bytes() * m.groups();
 }
 
@@ -118,11 +128,11 @@ EXPORT void quire_draw(const Kernels* kernels, Pool* pool, const float* logits, 
 EXPORT void quire_linear(const Kernels* kernels, const Matrix* w, const float* x, int rows, float* out) {
   size_t padded = (size_t(rows) + 15) / 16 * 16, blocks = padded * w->blocks();
   std::vector<int8_t> q(padded * w->k);
-  std::vector<float> factors(blocks * 2);
-  std::vector<int32_t> total(blocks * 2);
+  std::vector<float> factors(blocks * 3);
+  std::vector<int32_t> excess(blocks * 3);
   std::vector<uint8_t> bytes(scratch_bytes(w->k) + 64);
   uint8_t* aligned = bytes.data() + (64 - reinterpret_cast<uintptr_t>(bytes.data()) % 64) % 64;
-  Rows quantised{q.data(), factors.data(), total.data(), w->k};
+  Rows quantised{q.data(), factors.data(), excess.data(), w->k};
   kernels->begin();
   for (int r = 0; r < rows; r++) kernels->quantise(x + size_t(r) * w->k, quantised, r);
   const Piece whole{w, 0, w->groups(), {out, size_t(w->groups()) * kLanes, nullptr, false, 0, 0}};

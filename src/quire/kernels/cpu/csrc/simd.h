@@ -44,3 +44,6 @@ inline vf exponential(vf x) {
   p = fma(p, r * r, r) + 1.0f;
   return (vf)((vu)p + ((vu)shifted << 23));
 }
+
+inline vf sigmoid(vf x) { return 1.0f / (1.0f + exponential(-x)); }
+inline vf hyperbolic_tangent(vf x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }

@@ -14,11 +14,15 @@ inline void quantise_block(const float* x, Rows out, int row, int b) {
     total[2 * i / kBlock] += rounded;
     store_bytes(q + i, (vi)rounded);
   }
-  int32_t sums = int32_t(sum(total[0] + total[1]));
-  *out.scale(row, b) = top / 127.0f;
-  *out.sum(row, b) = top / 127.0f * float(sums);
-  out.totals(row, b)[0] = sums;
-  out.totals(row, b)[16] = int32_t(sum(total[0]));
+  const uint32_t first = sum(total[0]), second = sum(total[1]);
+  float* factors = out.scale(row, b);
+  factors[0] = top / 127.0f;
+  factors[16] = top / 127.0f * float(int32_t(first + second));
+  factors[32] = top / 127.0f * float(int32_t(first));
+  int32_t* excess = out.excesses(row, b);
+  excess[0] = int32_t(-128u * (first + second));
+  excess[16] = int32_t(-32u * first);
+  excess[32] = int32_t(-32u * second);
 }
 
 void quantise(const float* x, Rows out, int row) {
@@ -34,30 +38,138 @@ inline float inverse_rms(const float* x, int k, float eps) {
   return 1.0f / __builtin_sqrtf(total / float(k) + eps);
 }
 
-void norm(const float* x, const float* weight, float eps, int k, float* out) {
-  float factor = inverse_rms(x, k, eps);
+// What a row is normed by: k is a multiple of W where the mean is taken off.
+struct Normed {
+  const float *x, *weight, *bias;
+  float mean, factor;
+
+  Normed(const float* x, const Norm& norm, int k) : x(x), weight(norm.weight), bias(norm.bias), mean(0) {
+    if (!norm.centred) {
+      factor = inverse_rms(x, k, norm.eps);
+      return;
+    }
+    vf total = {}, squares = {};
+    for (int i = 0; i < k; i += W) total += load(x + i);
+    mean = sum(total) / float(k);
+    for (int i = 0; i < k; i += W) {
+      vf off = load(x + i) - mean;
+      squares = fma(off, off, squares);
+    }
+    factor = 1.0f / __builtin_sqrtf(sum(squares) / float(k) + norm.eps);
+  }
+  QUIRE_INLINE vf at(int i) const {
+    vf y = (load(x + i) - mean) * factor * load(weight + i);
+    return bias ? y + load(bias + i) : y;
+  }
+};
+
+void norm(const float* x, const Norm& norm, int k, float* out) {
+  const Normed normed(x, norm, k);
   int i = 0;
-  for (; i + W <= k; i += W) store(out + i, load(x + i) * factor * load(weight + i));
-  for (; i < k; i++) out[i] = x[i] * factor * weight[i];
+  for (; i + W <= k; i += W) store(out + i, normed.at(i));
+  for (; i < k; i++) out[i] = x[i] * normed.factor * norm.weight[i];
 }
 
-void norm_quantise(const float* x, const float* weight, float eps, Rows out, int row) {
-  float factor = inverse_rms(x, out.k, eps);
-  float block[kBlock];
+void norm_quantise(const float* x, const Norm& norm, Rows out, int row, float* floats) {
+  const Normed normed(x, norm, out.k);
+  float own[kBlock];
   for (int b = 0; b < out.blocks(); b++) {
-    for (int i = 0; i < kBlock; i += W)
-      store(block + i, load(x + b * kBlock + i) * factor * load(weight + b * kBlock + i));
+    float* block = floats ? floats + b * kBlock : own;
+    for (int i = 0; i < kBlock; i += W) store(block + i, normed.at(b * kBlock + i));
     quantise_block(block, out, row, b);
   }
 }
 
-void gate(const float* gate, const float* up, Rows out, int row, int block) {
+// The error function, to about 1e-7 (Abramowitz and Stegun 7.1.26).
+inline vf error_function(vf x) {
+  vf size = magnitude(x), t = 1.0f / (1.0f + 0.3275911f * size);
+  vf p = fma(t, splat(1.061405429f), splat(-1.453152027f));
+  p = fma(p, t, splat(1.421413741f));
+  p = fma(p, t, splat(-0.284496736f));
+  p = fma(p, t, splat(0.254829592f));
+  vf y = 1.0f - p * t * exponential(-size * size);
+  return (vf)((vi)y | ((vi)x & (int32_t)0x80000000));
+}
+
+template <Activation Kind>
+QUIRE_INLINE vf activated(vf x) {
+  if (Kind == kSilu) return x / (1.0f + exponential(-x));
+  if (Kind == kGelu) return x * 0.5f * (1.0f + error_function(x * 0.70710678f));
+  if (Kind == kGeluTanh) return x / (1.0f + exponential(-1.5957691216f * fma(x * x * x, splat(0.044715f), x)));
+  if (Kind == kRelu) return maximum(x, vf{});
+  if (Kind == kRelu2) return maximum(x, vf{}) * maximum(x, vf{});
+  return x / (1.0f + exponential(-1.702f * x));
+}
+
+template <Activation Kind>
+void activate(const float* gate, const float* up, Rows out, int row, int block) {
+  constexpr float limit = 7.0f;
   float mixed[kBlock];
   for (int i = 0; i < kBlock; i += W) {
     vf g = load(gate + i);
-    store(mixed + i, g / (1.0f + exponential(-g)) * load(up + i));
+    if (Kind == kSwigluOai) {
+      store(mixed + i, activated<Kind>(minimum(g, splat(limit))) * (within(load(up + i), -limit, limit) + 1.0f));
+    } else {
+      store(mixed + i, up ? activated<Kind>(g) * load(up + i) : activated<Kind>(g));
+    }
   }
   quantise_block(mixed, out, row, block);
+}
+
+void activate(Activation kind, const float* gate, const float* up, Rows out, int row, int block) {
+  switch (kind) {
+    case kSilu: return activate<kSilu>(gate, up, out, row, block);
+    case kGelu: return activate<kGelu>(gate, up, out, row, block);
+    case kGeluTanh: return activate<kGeluTanh>(gate, up, out, row, block);
+    case kQuickGelu: return activate<kQuickGelu>(gate, up, out, row, block);
+    case kRelu: return activate<kRelu>(gate, up, out, row, block);
+    case kRelu2: return activate<kRelu2>(gate, up, out, row, block);
+    case kSwigluOai: return activate<kSwigluOai>(gate, up, out, row, block);
+  }
+}
+
+// Outputs n .. n + N of rows m .. m + M: each a sum of its own, in the same order whatever is beside it.
+template <int N, int M>
+inline void float_tile(const float* w, const float* x, int k, float* out, int n) {
+  vf acc[N][M] = {};
+  for (int i = 0; i < k; i += W)
+#pragma GCC unroll 4
+    for (int a = 0; a < N; a++) {
+      vf weight = load(w + size_t(a) * k + i);
+#pragma GCC unroll 4
+      for (int b = 0; b < M; b++) acc[a][b] = fma(weight, load(x + size_t(b) * k + i), acc[a][b]);
+    }
+#pragma GCC unroll 4
+  for (int a = 0; a < N; a++)
+#pragma GCC unroll 4
+    for (int b = 0; b < M; b++) out[size_t(b) * n + a] = sum(acc[a][b]);
+}
+
+void float_product(const float* w, int n0, int n1, const float* x, int m0, int m1, int k, float* out, int n) {
+  for (int a = n0; a < n1;) {
+    const bool wide = a + 4 <= n1;
+    const float* from = w + size_t(a) * k;
+    for (int m = m0; m < m1;) {
+      const bool many = m + 4 <= m1;
+      const auto tile = wide ? (many ? float_tile<4, 4> : float_tile<4, 1>) : (many ? float_tile<1, 4> : float_tile<1, 1>);
+      tile(from, x + size_t(m) * k, k, out + size_t(m) * n + a, n);
+      m += many ? 4 : 1;
+    }
+    a += wide ? 4 : 1;
+  }
+}
+
+void add_scaled(float* to, const float* from, float factor, int count) {
+  for (int i = 0; i < count; i += W) store(to + i, load(to + i) + load(from + i) * factor);
+}
+
+inline vf capped(vf score, float softcap) { return softcap * hyperbolic_tangent(score / softcap); }
+
+void scale_and_cap(float* x, size_t count, float scale, float softcap) {
+  for (size_t i = 0; i < count; i += W) {
+    vf scaled = load(x + i) * scale;
+    store(x + i, softcap ? capped(scaled, softcap) : scaled);
+  }
 }
 
 // Rotates dimensions (i, i + half) of one head and scales all of it.
