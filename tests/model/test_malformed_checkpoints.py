@@ -16,10 +16,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from block_sized_models import CONFIGS
 from published_writer import awq, fp8, gptq, packed_integers, write
 from safetensors.torch import load_file, save_file
 from test_gguf_models import convert
-from tiny_models import tiny
+from tiny_models import filled, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from quire.assets import resolve
@@ -29,6 +30,7 @@ from quire.text.text_model import load_tokenizer
 from quire.types.errors import ModelFileError, QuireError
 
 Q = "model.layers.1.self_attn.q_proj.weight"
+KV_B = "model.layers.1.self_attn.kv_b_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj."
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 PACKED = {
@@ -51,11 +53,12 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:97]
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    for name in ("plain", "sharded", *FORMS):
+    for name in ("plain", "sharded", "experts", *FORMS):
         (root / name).mkdir()
         backend.save(str(root / name / "tokenizer.json"))
     tiny("block-sized").save_pretrained(root / "plain")
     tiny("block-sized").save_pretrained(root / "sharded", max_shard_size="60KB")
+    filled(CONFIGS["deepseek-v3"]()).save_pretrained(root / "experts")
     for name, (config, pack) in FORMS.items():
         write(tiny("block-sized"), root / name, config, pack)
     (root / "gguf").mkdir()
@@ -255,6 +258,16 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "unknown method": ("gptq", quantization(quant_method="martian"), "'martian', which is not supported; gptq"),
     "method of no name": ("gptq", config(quantization_config=[1]), "which is not supported"),
     "quantised in name only": ("plain", config(quantization_config=GPTQ), "but none is"),
+    "NaN weights": ("plain", tensor(Q, nan), r"layers\.1.*q_proj.*not finite"),
+    "NaN norm": ("plain", tensor("model.norm.weight", nan), r"model\.norm.*not finite"),
+    "NaN router": ("experts", tensor("model.layers.1.mlp.gate.weight", nan), r"layers\.1\.mlp\.gate.*not finite"),
+    "NaN latent": ("experts", tensor(KV_B, nan), r"kv_b_proj.*not finite"),
+    "infinite latent": ("experts", tensor(KV_B, lambda t: t / 0), r"kv_b_proj.*not finite"),
+    "groups that do not divide": ("experts", config(n_group=3), "3 of 8 experts cannot be chosen from 2 of 3 groups"),
+    "no such groups": ("experts", config(n_group=5000), "cannot be chosen from 2 of 5000 groups"),
+    "more groups than there are": ("experts", config(topk_group=9), "cannot be chosen from 9 of 4 groups"),
+    "groups of one": ("experts", config(n_group=8), "cannot be chosen from 2 of 8 groups"),
+    "groups too small": ("experts", config(topk_group=1), "3 of 8 experts cannot be chosen from 1 of 4 groups"),
     "no zeros": ("gptq", tensor(DOWN + "qzeros", lambda _: None), "not complete: it has no 'qzeros'"),
     "NaN scales, GPTQ": ("gptq", tensor(DOWN + "scales", nan), "down_proj.*not.*finite"),
     "NaN scales, AWQ": ("awq", tensor(DOWN + "scales", nan), "down_proj.*not.*finite"),
@@ -304,7 +317,7 @@ def test_there_are_forty() -> None:
     assert len(CASES) >= 40
 
 
-@pytest.mark.parametrize("base", ["plain", "sharded", *FORMS, "gguf"])
+@pytest.mark.parametrize("base", ["plain", "sharded", "experts", *FORMS, "gguf"])
 @pytest.mark.parametrize("compiled", [None, 1], ids=["torch", "compiled"])
 def test_the_bases_are_sound(bases: dict[str, Path], base: str, compiled: int | None) -> None:
     load_model(resolve(str(bases[base])).open(), device="cpu", dtype=torch.float32, compiled=compiled)

@@ -48,12 +48,14 @@ class DecoderConfig(Fields):
         count = self.integer(next((name for name in counts if self.raw(name) is not None), counts[0]), most=1 << 12)
         if "activation" not in facts:
             facts["activation"] = self.choice("hidden_act", "silu", ACTIVATIONS)
-        return Experts(
+        made = Experts(
             count=count,
             top_k=self.integer("num_experts_per_tok", 2, most=count),
             intermediate=self.integer(intermediate, most=1 << 24),
             **facts,
         )
+        _check_groups(made)
+        return made
 
     def decoder(self, architecture: str, layers: Iterable[LayerSpec], **facts: Any) -> DecoderSpec:
         facts = {"tie_embeddings": self.flag("tie_word_embeddings")} | facts
@@ -82,3 +84,15 @@ class DecoderConfig(Fields):
         """Of a layer of this type."""
         sliding = layer_type == "sliding_attention" and self.raw("sliding_window") is not None
         return self.integer("sliding_window", most=1 << 30) if sliding else None
+
+
+def _check_groups(experts: Experts) -> None:
+    router = experts.router
+    size, left = divmod(experts.count, router.groups)
+    scored = 2 if router.group_score == "top2" else 1  # of each group
+    enough = router.top_groups <= router.groups and router.top_groups * size >= experts.top_k
+    if router.groups > 1 and (left or size < scored or not enough):
+        raise ModelFileError(
+            f"model config: {experts.top_k} of {experts.count} experts cannot be chosen from {router.top_groups} of "
+            f"{router.groups} groups"
+        )

@@ -134,14 +134,17 @@ class StoredTensor:
         for first in range(0, out.shape[0], step):
             piece = rows[first : first + step].to(out.device)
             numbers = dequantize(piece, self.info.kind)
-            if self.info.kind in FORMATS and not _finite(numbers):
+            if not _sound(numbers, infinite=self.info.kind in FLOATS and len(self.info.shape) == 1):
                 raise ModelFileError(not_finite(self.info.name))
             numbers = (-numbers.float()).log() if self._negated_exp else numbers
             numbers = numbers if columns is None else numbers[:, columns.to(numbers.device)]
             out[first : first + step].copy_(numbers.float() + self._offset if self._offset else numbers)
 
 
-def _finite(numbers: torch.Tensor) -> bool:
-    """Of the extremes, which NaN reaches too: one pass over the numbers, where a look at each makes several."""
-    low, high = numbers.aminmax()
-    return math.isfinite(low.item()) and math.isfinite(high.item())
+def _sound(numbers: torch.Tensor, *, infinite: bool) -> bool:
+    """Whether there is no NaN, nor anything infinite unless that may be (a bias rules something out). Of the extremes,
+    which NaN reaches too: one pass over the numbers, where a look at each makes several."""
+    if not numbers.numel():
+        return True
+    extremes = [extreme.item() for extreme in numbers.aminmax()]
+    return not any(map(math.isnan, extremes)) and (infinite or all(map(math.isfinite, extremes)))
