@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from block_sized_models import CONFIGS
 from model_harness import run_model
-from tiny_models import prompts, their_logits, tiny
+from tiny_models import filled, prompts, their_logits, tiny
 
 from quire.assets import resolve
 from quire.model import CompiledModel, load_model
+from quire.model.blocks.linear import Linear
+from quire.model.quantization.packed import PackedScheme
 from quire.runtime.hardware import Hardware
 from quire.runtime.hardware import resolve as decide
 from quire.types.config import EngineOptions
@@ -34,8 +37,24 @@ def test_logits_are_nearly_those_of_the_plain_model(saved, quantize, error):
     want = their_logits(theirs, prompt)
     got = run_model(ours, [prompt], kv_dtype="float16")[0]
     assert (got - want).abs().mean() < error * want.abs().mean()
-    bits = {"int4": "stay quantised"}.get(quantize, "quantised to 8 bits")
-    assert any(bits in line for line in ours.describe())
+    assert any(f"quantised to {4 if quantize == 'int4' else 8} bits" in line for line in ours.describe())
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-next", "granite-moe", "deepseek-v3"])
+def test_4_bits_are_for_experts_and_not_for_what_chooses_them(tmp_path, name):
+    filled(CONFIGS[name]()).save_pretrained(tmp_path)
+    ours = load_model(resolve(str(tmp_path)).open(), **CPU, quantize="int4")
+    kinds = {}
+    for path, module in ours._model.modules().items():
+        if isinstance(module, Linear) and not module.tied:
+            packed = isinstance(module.scheme, PackedScheme)
+            kinds.setdefault(path.split(".")[-1], set()).update(
+                {matrix.kind for matrix in module.scheme.matrices} if packed else {"float32"}
+            )
+    floats = {part for part in kinds if kinds[part] == {"float32"}}
+    assert floats == kinds.keys() & {"router", "shared_gate", "ba", "kv_up"}
+    assert "router" in floats
+    assert all(kinds[part] == {"Q4_1"} for part in kinds.keys() - floats - {"head"})
 
 
 def test_none_leaves_them_to_torch(saved):

@@ -31,7 +31,6 @@ from quire.model.loading.gguf_tensors import GgufTensors
 from quire.model.loading.held_model import WeightMemory, hold_model, map_model
 from quire.model.loading.keep_quantised import can_keep, four_bit_modules, keep_four_bits
 from quire.model.loading.packed_weights import is_packed, matrices_bytes, pack_weights, packed_matrices
-from quire.model.loading.quantize_on_load import FourBitSource
 from quire.model.loading.stored_tensor import SLICE, StoredTensor
 from quire.model.pipeline import own_module, stage_shards, staged_spec
 from quire.model.quantization.scheme import QuantScheme
@@ -135,10 +134,11 @@ def load_compiled(
     set, if it is not to be the best."""
     family, spec = read_family(source)
     spec = spec if sparse is None else spec.sparsified(sparse)
-    packable = _packable(source, quantize)
+    packable = _packable(source)
     targets = checked_targets(family, spec, packable)
     model = Model(spec, device=torch.device("cpu"), dtype=torch.float32, length=length)
-    places = pack_weights(model, targets, packable, isa, held)
+    found = packed_matrices(model.modules(), targets, packable, four_bits=quantize == "int4")
+    places = pack_weights(model, found, isa, held)
     modules = model.modules()
     left = {name: t for name, t in targets.items() if not (places.filled and is_packed(modules[t.module], t))}
     fill_weights(model, left, packable, progress)
@@ -146,10 +146,10 @@ def load_compiled(
     if places.to_publish is not None:
         places.to_publish.publish(b"")
     tensors = packable.tensors()
-    quantised = any(tensors[name].kind in FORMATS for name in targets)
     model.notes += _other_modalities(family, spec, packable)
-    kept = "weights stay quantised" if quantised else "weights quantised to 8 bits"
-    return CompiledModel(model, threads=threads, isa=isa, kept=kept)
+    quantised = any(tensors[name].kind in FORMATS for name in targets)
+    kept = "stay quantised" if quantised else f"quantised to {4 if quantize == 'int4' else 8} bits"
+    return CompiledModel(model, threads=threads, isa=isa, kept=f"weights {kept}")
 
 
 def resident_bytes(
@@ -178,7 +178,7 @@ def compiled_refusal(
     family, spec = read_family(source)
     if (why_not := refusal(spec, device)) is not None or quantize != "none":
         return why_not
-    source = _packable(source, quantize)
+    source = _packable(source)
     tensors, targets = source.tensors(), targets_of(family, spec, source)
     stored = any(tensors[name].kind in FORMATS and len(tensors[name].shape) == 2 for name in targets)
     return None if stored else "weights are not quantised, and are not to be"
@@ -187,19 +187,18 @@ def compiled_refusal(
 def packed_bytes(source: WeightSource, quantize: Quantize = "auto") -> int:
     """What the weights take in the compiled decoder."""
     family, spec = read_family(source)
-    source = _packable(source, quantize)
+    source = _packable(source)
     targets = targets_of(family, spec, source)
     model = Model(spec, device=torch.device("meta"), dtype=torch.float32)
-    packed = packed_matrices(model.modules(), targets, source)
+    packed = packed_matrices(model.modules(), targets, source, four_bits=quantize == "int4")
     needs = {(name, *place): shape for name, m in model.modules().items() for place, shape in m.needs().items()}
     plain = [shape for (name, kind, part), shape in needs.items() if kind != "weight" or (name, part) not in packed]
     return matrices_bytes(packed) + 4 * sum(math.prod(shape) for shape in plain)
 
 
-def _packable(source: WeightSource, quantize: Quantize) -> WeightSource:
+def _packable(source: WeightSource) -> WeightSource:
     """As the compiled decoder reads it."""
-    source = unquantised(source, blocks=True)
-    return _split_up(FourBitSource(source) if quantize == "int4" else source)
+    return _split_up(unquantised(source, blocks=True))
 
 
 def _split_up(source: WeightSource) -> WeightSource:

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 
 from quire.kernels.cpu import PackedMatrix, Store
+from quire.kernels.reference.dequant import FLOATS
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.decoder import Model
 from quire.model.families.architecture import Target
 from quire.model.loading.held_model import WeightMemory
 from quire.model.loading.stored_tensor import StoredTensor
-from quire.model.quantization.packed import PackedScheme, fill
+from quire.model.quantization.packed import FOUR_BIT_KIND, PackedScheme, fill
 from quire.model.quantization.scheme import State
 from quire.types.seams import WeightSource
 
@@ -31,7 +32,7 @@ Place = tuple[str, int]  # module, part
 class Packed(NamedTuple):
     rows: int
     columns: int
-    kind: str  # of what is stored
+    kind: str  # of what it is packed from
 
 
 class PackedPlaces(NamedTuple):
@@ -58,9 +59,10 @@ class PackedTable(Plain):
 
 
 def packed_matrices(
-    modules: Mapping[str, Module], targets: Mapping[str, Target], source: WeightSource
+    modules: Mapping[str, Module], targets: Mapping[str, Target], source: WeightSource, *, four_bits: bool
 ) -> dict[Place, Packed]:
-    """What is packed of a model, by module and part."""
+    """What is packed of a model, by module and part. `four_bits`: of its layers, what is not stored in fewer bits than
+    a float."""
     tensors = source.tensors()
     kinds: dict[Place, str] = {}
     for name, target in targets.items():
@@ -77,7 +79,9 @@ def packed_matrices(
         kept = isinstance(module, Linear) and not module.tied and name.split(".")[-1] not in STAY_FLOATS
         for (what, part), shape in module.needs().items() if kept or name in TABLES else ():
             if what == "weight":
-                found[name, part] = Packed(shape[0], shape[1], kinds.get((name, part), "F32"))
+                kind = kinds.get((name, part), "F32")
+                rounded = four_bits and kind in FLOATS and name.startswith("layers.")
+                found[name, part] = Packed(*shape, FOUR_BIT_KIND if rounded else kind)
     return found
 
 
@@ -86,12 +90,11 @@ def matrices_bytes(found: Mapping[Place, Packed]) -> int:
 
 
 def pack_weights(
-    model: Model, targets: Mapping[str, Target], source: WeightSource, isa: str | None, held: WeightMemory | None
+    model: Model, found: Mapping[Place, Packed], isa: str | None, held: WeightMemory | None
 ) -> PackedPlaces:
     """Give the model's matrices packed places, before any is filled. `held`: where they are, if they are held, or are
     put."""
     modules = model.modules()
-    found = packed_matrices(modules, targets, source)
     size = sum(Store.needs(*each, isa) for each in found.values())
     block, filled = (None, False) if held is None else _held_block(held, size)
     store = Store(size, block)

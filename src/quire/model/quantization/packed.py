@@ -14,6 +14,8 @@ from quire.model.loading.stored_tensor import StoredTensor, not_finite
 from quire.model.quantization.scheme import Matrix, QuantScheme, RMSNorm, State
 from quire.types.errors import ConfigError, ModelFileError
 
+FOUR_BIT_KIND = "Q4_1"  # that floats are rounded to for 4 bits
+
 
 class PackedScheme:
     """Of one `Linear`."""
@@ -63,17 +65,30 @@ class PackedScheme:
 
 def fill(matrices: Sequence[PackedMatrix], first_row: int, stored: StoredTensor) -> None:
     """Those that begin at this row and behind it, until the tensor's rows are used up."""
-    begin = 0
+    begin, floats = 0, None
     for matrix in matrices:
         at = begin - first_row
         begin += matrix.rows
         if not 0 <= at < stored.shape[0]:
             continue
-        if stored.as_stored:
+        if stored.as_stored and stored.info.kind == matrix.kind:
             raw = stored.rows()[at : at + matrix.rows]
         else:
-            floats = torch.empty(stored.shape)
-            stored.copy_into(floats)
-            raw = floats[at : at + matrix.rows].contiguous().view(torch.uint8)
+            if floats is None:
+                floats = torch.empty(stored.shape)
+                stored.copy_into(floats)
+            numbers = floats[at : at + matrix.rows].contiguous()
+            raw = _four_bit_blocks(numbers) if matrix.kind == FOUR_BIT_KIND else numbers.view(torch.uint8)
         if not matrix.fill(raw):
             raise ModelFileError(not_finite(stored.info.name))
+
+
+def _four_bit_blocks(numbers: torch.Tensor) -> torch.Tensor:
+    """Rounded to the nearest of 16 steps between the least and the largest number of each block of 32, rows of bytes of
+    (scale, minimum, 16 bytes: number i in the low bits of byte i, i + 16 in the high ones)."""
+    blocks = numbers.unflatten(1, (-1, 32))
+    low, high = blocks.aminmax(dim=-1, keepdim=True)
+    step = ((high - low) / 15).clamp(min=1e-12)
+    steps = ((blocks - low) / step).round_().clamp_(0, 15).to(torch.uint8)
+    factors = torch.cat((step, low), dim=-1).half().view(torch.uint8)
+    return torch.cat((factors, steps[..., :16] | steps[..., 16:] << 4), dim=-1).flatten(1)
