@@ -129,7 +129,7 @@ def test_bitsandbytes_as_its_library_packs_them(tmp_path, kind):
 def test_mxfp4_experts_as_transformers_reads_them(tmp_path):
     convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
     config = CONFIGS["gpt-oss"]()
-    config.hidden_size, config.intermediate_size = 64, 32
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 32, 32
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     tensors = {}
@@ -148,7 +148,16 @@ def test_mxfp4_experts_as_transformers_reads_them(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(told))
     ours = load_model(resolve(str(tmp_path)).open(), device="cpu", dtype=torch.float32)
     (prompt,) = prompts(33)
-    torch.testing.assert_close(run_model(ours, [prompt])[0], their_logits(theirs, prompt), atol=1e-4, rtol=1e-4)
+    want = their_logits(theirs, prompt)
+    torch.testing.assert_close(run_model(ours, [prompt])[0], want, atol=1e-4, rtol=1e-4)
+    compiled = load_model(resolve(str(tmp_path)).open(), device="cpu", dtype=torch.float32, compiled=1)
+    feed = compiled._model.modules()["layers.0.experts_up"]
+    assert {matrix.kind for matrix in feed.scheme.matrices} == {"MXFP4"}
+    up = theirs.model.layers[0].mlp.experts.gate_up_proj[1].t()  # gate and up rows in turn
+    for matrix, expected in zip(feed.scheme.matrices[2:4], (up[::2], up[1::2]), strict=True):
+        torch.testing.assert_close(matrix.dense(), expected, rtol=0, atol=0)
+    error = (run_model(compiled, [prompt], kv_dtype="float16")[0] - want).abs().mean()
+    assert error < 0.05 * want.abs().mean()
 
 
 def test_4_bit_integers_stay_blocks_on_a_cpu(tmp_path):

@@ -1,5 +1,5 @@
 """gpt-oss: attention with sinks and biases, every second layer windowed, and experts with biases and a clamped SwiGLU.
-Files hold the experts' matrices as [in, out], gate and up interleaved."""
+Files hold the experts' matrices as [in, out], or [out, in] in blocks (MXFP4), gate and up interleaved."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from quire.model.families.decoder_config import DecoderConfig
 from quire.model.families.tensor_names import EXPERTS, GGUF_KEYS, LLAMA_NAMES, SINKS, target_of
 from quire.model.loading.stored_tensor import UnpairedHeads
 
+_NAMES = {**LLAMA_NAMES, **EXPERTS, **SINKS, "post_attention_norm": ("feed_norm", 0)}
 _DEFAULTS = {"head_dim": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 128}
 
 
@@ -40,11 +41,12 @@ class GptOssFamily:
         return fields.decoder("gpt_oss", layers)
 
     def target(self, name: str, spec: DecoderSpec) -> Target | None:
-        target = target_of(name, spec, {**LLAMA_NAMES, **EXPERTS, **SINKS, "post_attention_norm": ("feed_norm", 0)})
+        blocks = name.endswith(".blocks")
+        target = target_of(name.removesuffix("blocks") + "weight" if blocks else name, spec, _NAMES)
         if target is None or "experts_" not in target.module or name.startswith("blk."):
             return target
         order = UnpairedHeads(1) if target.module.endswith("experts_up") else None
-        return replace(target, order=order, transposed=target.kind == "weight")
+        return replace(target, order=order, transposed=target.kind == "weight" and not blocks)
 
 
 FAMILY = GptOssFamily()

@@ -16,7 +16,7 @@ import numpy as np
 from quire.types.seams import TensorInfo, WeightSource
 
 _STACKED = re.compile(
-    r"(.*_exps\.|.*\.experts\.|.*\.block_sparse_moe\.)((?:[a-z_]+_proj|[a-z]+_linear)\.?|)(weight|bias|)"
+    r"(.*_exps\.|.*\.experts\.|.*\.block_sparse_moe\.)((?:[a-z_]+_proj|[a-z]+_linear)\.?|)(weight|bias|blocks|)"
 )
 
 
@@ -45,7 +45,7 @@ class ExpertTensors:
 
 def _split(name: str, info: TensorInfo) -> list[TensorInfo]:
     """One of each expert; empty: it is not stacked."""
-    plain = re.sub(r"_bias$", ".bias", name)
+    plain = re.sub(r"_(bias|blocks)$", r".\1", name)
     match = _STACKED.fullmatch(plain)
     if match is None or len(info.shape) < 2:
         return []

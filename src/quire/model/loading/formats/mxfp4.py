@@ -14,8 +14,8 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -
 
 
 class Mxfp4:
-    """Experts' matrices [experts, out, blocks, 16 bytes], handed on as their 16-bit siblings are stored: [experts, in,
-    out]."""
+    """Experts' matrices [experts, out, blocks, 16 bytes], under the name of their blocks: their 16-bit siblings are
+    [experts, in, out]."""
 
     name = "mxfp4"
 
@@ -25,17 +25,18 @@ class Mxfp4:
     def split(self, name: str) -> tuple[str, str] | None:
         for part in ("blocks", "scales"):
             if name.endswith(f"_proj_{part}"):
-                return name.removesuffix(f"_{part}"), part
+                return f"{name.removesuffix(part)}blocks", part
         return None
 
     def matrix(self, infos: Mapping[str, TensorInfo], small: Parts) -> tuple[tuple[int, ...], str] | None:
         experts, rows, blocks, _ = infos["blocks"].shape
-        return (experts, blocks * 32, rows), "F32"
+        return (experts, rows, blocks * 32), "MXFP4"
 
     def decode(self, parts: Parts, kind: str) -> torch.Tensor:
-        numbers = nibbles(parts["blocks"])  # [experts, out, blocks, 32]
-        scaled = torch.ldexp(E2M1[numbers.long()], parts["scales"].int().unsqueeze(-1) - 127)
-        return scaled.flatten(2).transpose(1, 2).contiguous()
+        numbers, exponents = nibbles(parts["blocks"]), parts["scales"].unsqueeze(-1)  # [experts, out, blocks, 32]
+        if kind == "MXFP4":  # number i in the low bits of byte i, i + 16 in the high ones
+            return torch.cat((exponents, numbers[..., :16] | numbers[..., 16:] << 4), dim=-1)
+        return torch.ldexp(E2M1[numbers.long()], exponents.int() - 127).flatten(2)
 
 
 def nibbles(packed: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], PublishedFormat]] = {
     "bitsandbytes": BitsAndBytes,
 }
 SMALL_BYTES = 1 << 16  # of parts that say what the others are
-_BLOCK_BYTES = {"Q4_1": (32, 20), "Q8_0": (32, 34), "F32": (1, 4)}
+_BLOCK_BYTES = {"Q4_1": (32, 20), "Q8_0": (32, 34), "MXFP4": (32, 17), "F32": (1, 4)}
 
 
 def unquantised(source: WeightSource, *, blocks: bool) -> WeightSource:
