@@ -81,7 +81,7 @@ def packed_matrices(
             if what == "weight":
                 kind = kinds.get((name, part), "F32")
                 rounded = four_bits and kind in FLOATS and name.startswith("layers.")
-                found[name, part] = Packed(*shape, FOUR_BIT_KIND if rounded else kind)
+                found[name, part] = Packed(shape[0], shape[1], FOUR_BIT_KIND if rounded else kind)
     return found
 
 
