@@ -91,12 +91,13 @@ def test_a_row_does_not_depend_on_its_neighbours(isa, kind, columns):
         assert torch.equal(parts, whole), size
 
 
-def test_sets_of_one_host_agree(isa):
+@pytest.mark.parametrize("kind", EXACT)
+def test_sets_of_one_host_agree(isa, kind):
     """AVX-512 and AMX give the same bits; others the same numbers."""
     from quire.kernels.cpu import features
 
-    matrix, _ = packed("Q4_1", 64, 320, torch.Generator().manual_seed(4))
-    x = torch.randn(33, 320, generator=torch.Generator().manual_seed(5))
+    matrix, _ = packed(kind, 64, 512, torch.Generator().manual_seed(4))
+    x = torch.randn(43, 512, generator=torch.Generator().manual_seed(5))
     best, this = matrix.linear(x, features()[0]), matrix.linear(x, isa)
     assert torch.allclose(best, this, rtol=1e-3, atol=1e-3 * best.abs().max().item())
     if {isa, features()[0]} == {"amx", "avx512"}:

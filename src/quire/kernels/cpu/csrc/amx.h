@@ -1,20 +1,18 @@
-// Multiplication by AMX tiles for many rows; few rows stay with VNNI. Included by isa_avx512.cpp in its namespace.
+// Multiplication by AMX tiles for many rows; few rows stay with VNNI, and so do forms whose halves of a block have scales of
+// their own: two products a block take tiles as long. Included by isa_avx512.cpp in its namespace.
 //
-// A tile product takes 16 (or 8) rows x one block of 32 inputs x one group of 16 outputs. Block scales cannot be
-// applied inside a tile, so each product is stored, then scaled and added by vectors. What a tile stored cannot be read
-// back before it has reached the cache, so additions run kLag blocks behind, and from one group into the next: there is
-// no place where only tiles or only vectors are at work.
-//
-// While tiles are in use one of the two vector multipliers is not: multiplications, and conversions of integers, which
-// are done by it too, take twice as long, but additions do not. Products therefore become floats by additions.
+// A tile product takes 16 rows x one block of 32 inputs x one group of 16 outputs. Block scales cannot be applied inside a
+// tile, so each product is stored, then scaled and added by vectors. What a tile stored cannot be read back before it has
+// reached the cache, so additions run kLag blocks behind, and from one group into the next: there is no place where only
+// tiles or only vectors are at work.
 namespace amx {
 
-constexpr int kTile = 16;
-constexpr int kFew = 5;       // rows left over that VNNI does sooner than a mostly empty tile
+constexpr int kTile = 16;     // rows
+constexpr int kFew = 8;       // rows left over that VNNI does sooner than a mostly empty tile
 constexpr int kLag = 3;       // blocks after its multiplication a product is added
 constexpr int kProducts = 4;  // kept at a time
-constexpr int kLead = 4;      // blocks before its multiplication 4-bit weights become bytes
-constexpr size_t kEarly = 2560;  // bytes: weights are asked for this far ahead of that (8 bits: of multiplication)
+constexpr int kLead = 4;      // blocks before its multiplication a block is unpacked
+constexpr int kEarly = 2560;  // bytes: weights are asked for this far ahead of that
 
 struct alignas(64) Config {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -30,77 +28,61 @@ bool permitted() {
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
-// Tiles 0, 1: products of 16 and of 8 rows; 4, 5: their activations [rows, 32]; 6: weights [8 quads, 16 x 4]; 2, 3 and 7:
-// these of half a block.
+// Tile 0: a product; 1: activations [16 rows, 32]; 2: weights [8 quads, 16 x 4].
 void begin() {
   Config config;
   auto tile = [&](int t, int rows, int bytes) {
     config.rows[t] = uint8_t(rows);
     config.bytes[t] = uint16_t(bytes);
   };
-  tile(0, 16, 64);
-  tile(1, 8, 64);
-  tile(4, 16, kBlock);
-  tile(5, 8, kBlock);
-  tile(6, 8, 64);
-  tile(2, 16, kBlock / 2);
-  tile(3, 8, kBlock / 2);
-  tile(7, 4, 64);
+  tile(0, kTile, 64);
+  tile(1, kTile, kBlock);
+  tile(2, 8, 64);
   asm volatile("" ::"r"(&config) : "memory");  // the intrinsic names only its first bytes as read
   _tile_loadconfig(&config);
 }
 
 void end() { _tile_release(); }
 
-// Four-bit quants of a block as bytes.
-inline void unpack(const uint8_t* from, uint8_t* to) {
-  __m512i v[8];
-  load_block<kNibble>(from, v);
+// What of `load_block` was made unsigned is signed again: the sign costs tiles nothing.
+template <FormId Id>
+QUIRE_INLINE __m512i as_signed(__m512i w) {
+  if constexpr (Id == kMxFour) return _mm512_xor_si512(w, _mm512_set1_epi8(-128));
+  return w;
+}
+
+// A group on its way through scratch: bytes as tiles take them, and of each block scales and minima as floats. 8-bit weights
+// stay where they are.
+template <typename F>
+struct Unpacking {
+  static constexpr bool needed = F::id != kByte;
+  uint8_t* const bytes;
+  float* const floats;
+
+  Unpacking(Scratch scratch, int blocks)
+      : bytes(scratch.bytes), floats(reinterpret_cast<float*>(scratch.bytes + size_t(blocks) * kBlock * kLanes)) {}
+  QUIRE_INLINE void put(Packed<F>& from, int b) const {
+    from.template fetch<kEarly>(b);
+    if constexpr (needed) {
+      from.enter(b);
+      __m512i w[8];
+      load_block<F::id>(from.quants(b), w);
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) _mm512_store_si512(to + 64 * i, v[i]);
-}
-
-template <int Lines>
-inline void fetch_lines(const uint8_t* at) {
-#pragma GCC unroll 8
-  for (int i = 0; i < Lines; i++) __builtin_prefetch(at + 64 * i);
-}
-
-// One block of R rows; tile numbers must be literals.
-template <int Bits, int R>
-inline void multiply(const int8_t* x, const uint8_t* w) {
-  _tile_loadd(6, w, 64);
-  if (R == 16) {
-    _tile_zero(0);
-    _tile_loadd(4, x, kBlock);
-    if (Bits == 4) _tile_dpbsud(0, 4, 6);
-    else _tile_dpbssd(0, 4, 6);
-  } else {
-    _tile_zero(1);
-    _tile_loadd(5, x, kBlock);
-    if (Bits == 4) _tile_dpbsud(1, 5, 6);
-    else _tile_dpbssd(1, 5, 6);
+      for (int i = 0; i < 8; i++) _mm512_store_si512(bytes + b * 512 + 64 * i, as_signed<F::id>(w[i]));
+      store(floats + b * 2 * kLanes, from.scale(b, 0));
+      if (F::minima) store(floats + b * 2 * kLanes + kLanes, from.minimum(b, 0));
+    }
   }
-}
+};
 
-template <int R>
-inline void keep(int32_t* to) {
-  if (R == 16) _tile_stored(0, to, 64);
-  else _tile_stored(1, to, 64);
-}
-
-// As `accumulate`, but for how integers become floats: added to the bits of 1.5 * 2^23, which is then taken off.
-template <int Bits, int R>
-inline void add(const uint16_t* scales, const float* factors, const int32_t* products, __m512* acc) {
-  const __m512i bits = _mm512_set1_epi32(0x4b400000);
-  const __m512 round = _mm512_set1_ps(kRound);
-  __m512 d = load_half(scales), minimum = Bits == 4 ? load_half(scales + kLanes) : d;
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++) {
-    __m512 dot = _mm512_sub_ps((__m512)_mm512_add_epi32(_mm512_load_si512(products + r * kLanes), bits), round);
-    acc[r] = _mm512_fmadd_ps(dot, _mm512_mul_ps(d, _mm512_set1_ps(factors[r])), acc[r]);
-    if (Bits == 4) acc[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(factors[16 + r]), acc[r]);
-  }
+template <bool Signed>
+inline void multiply(const int8_t* x, const uint8_t* w, int32_t* to) {
+  _tile_zero(0);
+  _tile_loadd(1, x, kBlock);
+  _tile_loadd(2, w, 64);
+  if (Signed) _tile_dpbssd(0, 1, 2);
+  else _tile_dpbsud(0, 1, 2);
+  _tile_stored(0, to, 64);
 }
 
 // The groups of several pieces one after the other.
@@ -116,74 +98,81 @@ struct Walk {
     return to;
   }
   bool more() const { return piece < end; }
-  const uint8_t* quants(int b) const { return piece->w->quants(g, b); }
 };
 
 // What is added up: a group of outputs for a tile of rows.
-template <int Bits, int R>
+template <typename F>
 struct Sums {
-  __m512 acc[R] = {};
-  const uint16_t* scales = nullptr;
-  const float* factors;
+  __m512 acc[kTile] = {};
+  bool begun = false;
+  const uint16_t* halves;  // scales of 8-bit weights
+  const float *floats, *factors;
   Out out;
   int m, g;
 
-  inline void begin(const Walk& at, Rows x, int row) {
-    scales = reinterpret_cast<const uint16_t*>(at.piece->w->scales(at.g, 0));
+  inline void begin(const Walk& at, const Unpacking<F>& from, Rows x, int row) {
+    begun = true;
+    halves = reinterpret_cast<const uint16_t*>(at.piece->w->scales(at.g, 0));
+    floats = from.floats;
     factors = x.scale(row, 0);
     out = at.piece->out;
     m = row;
     g = at.g;
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
+    for (int r = 0; r < kTile; r++) acc[r] = _mm512_setzero_ps();
   }
-  inline void take(const int32_t* products) {
-    add<Bits, R>(scales, factors, products, acc);
-    scales += Bits == 4 ? 160 : kLanes;
+  QUIRE_INLINE void take(const int32_t* products) {
+    const __m512 scale = F::id == kByte ? load_half(halves) : load(floats);
+    const __m512 minimum = F::minima ? load(floats + kLanes) : scale;
+#pragma GCC unroll 16
+    for (int r = 0; r < kTile; r++) {
+      acc[r] = accumulate(acc[r], _mm512_load_si512(products + r * kLanes), scale, factors[r]);
+      acc[r] = add_minima<F>(acc[r], minimum, minimum, factors + r);
+    }
+    halves += kLanes;
+    floats += 2 * kLanes;
     factors += 3 * kTile;
   }
   inline void end(int rows) {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
+    for (int r = 0; r < kTile; r++)
       if (m + r < rows) finish(out, m + r, g, acc[r]);
   }
 };
 
-// Rows [m0, m1) by pieces of the same kind. A group's weights become bytes while its first rows are multiplied, but for
-// the first kLead blocks: while the last rows of the group before it are.
-template <int Bits, int R>
-void tiles(const Piece* pieces, const Piece* end, Rows x, int m0, int m1, uint8_t* bytes) {
-  alignas(64) int32_t products[kProducts][R * kLanes];
+// Rows [m0, m1) by pieces of the same form. A group is unpacked while its first rows are multiplied, but for the first kLead
+// blocks: while the last rows of the group before it are.
+template <typename F>
+void tiles(const Piece* pieces, const Piece* end, Rows x, int m0, int m1, Scratch scratch) {
+  alignas(64) int32_t products[kProducts][kTile * kLanes];
   const int blocks = x.blocks();
+  const Unpacking<F> unpacking(scratch, blocks);
   unsigned turn = 0;
-  Sums<Bits, R> sums;
+  Sums<F> sums;
   Walk at = Walk::over(pieces, end);
   if (!at.more()) return;
-  for (int b = 0; Bits == 4 && b < kLead; b++) unpack(at.quants(b), bytes + b * 512);
+  Packed<F> coming(*at.piece->w, at.g);
+  for (int b = 0; b < kLead; b++) unpacking.put(coming, b);
   asm volatile("" ::: "memory");  // tile loads do not tell the compiler that they read
   while (at.more()) {
     const Walk next = at.next();
-    const uint8_t *coming = at.quants(Bits == 4 ? kLead : 0), *weights = Bits == 4 ? bytes : at.quants(0);
-    for (int m = m0; m < m1; m += R) {
+    const uint8_t* weights = unpacking.needed ? unpacking.bytes : at.piece->w->quants(at.g, 0);
+    for (int m = m0; m < m1; m += kTile) {
       const int8_t* rows = x.quants(m, 0);
+      bool unpacks = m == m0;
       auto step = [&](int b, int unpacked, bool adding) __attribute__((always_inline)) {
-        if (coming) {
-          if (Bits == 4) unpack(coming, bytes + unpacked * 512);
-          fetch_lines<Bits == 4 ? 5 : 8>(coming + kEarly);
-          coming += Bits == 4 ? 320 : 512;
-        }
-        multiply<Bits, R>(rows + b * 512, weights + b * 512);
+        if (unpacks) unpacking.put(coming, unpacked);
         if (adding) sums.take(products[(turn - kLag) % kProducts]);
-        keep<R>(products[turn++ % kProducts]);
+        multiply<!F::minima>(rows + b * 512, weights + b * 512, products[turn++ % kProducts]);
       };
       int b = 0;
-      for (const bool before = sums.scales; b < kLag; b++) step(b, b + kLead, before);
-      if (sums.scales) sums.end(m1);
-      sums.begin(at, x, m);
+      for (const bool before = sums.begun; b < kLag; b++) step(b, b + kLead, before);
+      if (sums.begun) sums.end(m1);
+      sums.begin(at, unpacking, x, m);
       for (; b < blocks - kLead; b++) step(b, b + kLead, true);
-      if (Bits == 4) coming = m + R < m1 || !next.more() ? nullptr : next.quants(0);
+      unpacks = m + kTile >= m1 && next.more();
+      if (unpacks) coming = Packed<F>(*next.piece->w, next.g);
       for (; b < blocks; b++) step(b, b + kLead - blocks, true);
-      coming = nullptr;
     }
     at = next;
   }
@@ -191,85 +180,19 @@ void tiles(const Piece* pieces, const Piece* end, Rows x, int m0, int m1, uint8_
   sums.end(m1);
 }
 
-template <int R>
-inline void multiply_half(const int8_t* x, const uint8_t* w) {
-  _tile_loadd(7, w, 64);
-  if (R == 16) {
-    _tile_zero(0);
-    _tile_loadd(2, x, kBlock);
-    _tile_dpbsud(0, 2, 7);
-  } else {
-    _tile_zero(1);
-    _tile_loadd(3, x, kBlock);
-    _tile_dpbsud(1, 3, 7);
-  }
-}
-
-// A group that is unpacked, to unsigned bytes: one product a block, or, where each half has a scale, two; less what quants
-// that were made unsigned have added. In the order of `tile`, so with its bits.
-template <int R, typename F>
-void unpacked_tiles(const Unpacked<F>& from, int g, Rows x, int m0, int m1, Out out) {
-  alignas(64) int32_t products[kProducts][R * kLanes];
-  constexpr int parts = F::halves ? 2 : 1;
-  const int steps = x.blocks() * parts;
-  asm volatile("" ::: "memory");  // tile loads do not tell the compiler that they read
-  for (int m = m0; m < m1; m += R) {
-    __m512 acc[R];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
-    for (int s = 0; s < steps + kLag; s++) {
-      if (s < steps) {
-        const int8_t* rows = x.quants(m, s / parts);
-        const uint8_t* weights = from.quants(s / parts);
-        if (F::halves) multiply_half<R>(rows + s % 2 * 16, weights + s % 2 * 256);
-        else multiply<4, R>(rows, weights);
-      }
-      if (s >= kLag) {
-        const int b = (s - kLag) / parts, part = (s - kLag) % parts;
-        const int32_t *product = products[(s - kLag) % kProducts], *excess = x.excesses(m, b);
-        const float* factors = x.scale(m, b);
-        const __m512 scale = from.scale(b, 0, part), minimum = from.minimum(b, 0, parts - 1);
-        const __m512 first_minimum = from.minimum(b, 0);
-        const __m512i round = _mm512_set1_epi32(0x4b400000);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-          const __m512i signed_ = _mm512_add_epi32(_mm512_load_si512(product + r * kLanes), less_excess<F::id>(excess + r, part));
-          const __m512 dot = _mm512_sub_ps((__m512)_mm512_add_epi32(signed_, round), _mm512_set1_ps(kRound));
-          acc[r] = _mm512_fmadd_ps(dot, _mm512_mul_ps(scale, _mm512_set1_ps(factors[r])), acc[r]);
-          if (part == parts - 1) acc[r] = add_minima<F>(acc[r], first_minimum, minimum, factors + r);
-        }
-      }
-      if (s < steps) keep<R>(products[s % kProducts]);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-      if (m + r < m1) finish(out, m + r, g, acc[r]);
-  }
-}
-
-// Pieces of the same form together.
-template <int R>
-void tiles(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
-  const Piece* end = pieces + count;
-  for (const Piece *from = pieces, *to; from < end; from = to) {
-    const Matrix& w = *from->w;
-    for (to = from; to < end && to->w->form == w.form;) to++;
-    if (w.form == kNibble) tiles<4, R>(from, to, x, m0, m1, scratch.bytes);
-    else if (w.form == kByte) tiles<8, R>(from, to, x, m0, m1, scratch.bytes);
-    else each_group<true>(from, int(to - from), kUnpack, scratch, [&](const auto& source, int g, Out out) {
-      if constexpr (std::decay_t<decltype(source)>::bytes) unpacked_tiles<R>(source, g, x, m0, m1, out);
-    });
-  }
-}
-
 void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
-  const bool narrow = x.blocks() < kLag + kLead;
-  int left = narrow ? m1 - m0 : (m1 - m0) % kTile;
-  if (!narrow && left > kTile / 2) left = 0;  // as good as a whole tile
-  const int whole = m1 - left;
-  if (m0 < whole) tiles<16>(pieces, count, x, m0, whole, scratch);
-  if (narrow || left <= kFew) quire::gemm(pieces, count, x, whole, m1, scratch);
-  else tiles<8>(pieces, count, x, whole, m1, scratch);
+  const int left = (m1 - m0) % kTile, whole = left > kFew ? m1 : m1 - left;  // most of a tile is as good as all of one
+  const Piece* end = pieces + count;
+  for (const Piece *from = pieces, *to; from < end; from = to) {  // those of the same form together
+    for (to = from; to < end && to->w->form == from->w->form;) to++;
+    const bool by_tiles = !from->w->how().halves && x.blocks() > kLag + kLead && m0 < whole;
+    if (by_tiles)
+      with_form(*from->w, [&](auto form) {
+        if constexpr (!form.halves) tiles<decltype(form)>(from, to, x, m0, whole, scratch);
+      });
+    const int rest = by_tiles ? whole : m0;
+    if (rest < m1) quire::gemm(from, int(to - from), x, rest, m1, scratch);
+  }
 }
 
 const Kernels kTable = QUIRE_KERNELS("amx", gemm);

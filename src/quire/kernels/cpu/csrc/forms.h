@@ -130,7 +130,7 @@ struct Unpacked : F {
 };
 
 // What `multiply` makes of each group, unpacked first where there are rows enough for it to be worth that.
-template <bool Always, typename Multiply>
+template <typename Multiply>
 void each_group(const Piece* pieces, int count, int rows, Scratch scratch, Multiply multiply) {
   for (const Piece* p = pieces; p < pieces + count; p++)
     with_form(*p->w, [&](auto form) {
@@ -138,7 +138,7 @@ void each_group(const Piece* pieces, int count, int rows, Scratch scratch, Multi
       constexpr bool as_packed = F::bits == 4 || F::bits == 8;  // bytes, or next to them
       for (int g = p->g0; g < p->g1; g++) {
         Packed<F> from(*p->w, g);
-        if (!Always && (as_packed || rows < kUnpack)) {
+        if (as_packed || rows < kUnpack) {
           multiply(from, g, p->out);
           continue;
         }

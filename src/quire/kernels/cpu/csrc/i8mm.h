@@ -64,7 +64,7 @@ void tile8(Source from, int g, int v, Rows x, int m, Out out) {
 }
 
 void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
-  each_group<false>(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) {
+  each_group(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) {
     int m = m0;
     for (; m + 8 <= m1; m += 8)
       for (int v = 0; v < 4; v++) tile8(from, g, v, x, m, out);

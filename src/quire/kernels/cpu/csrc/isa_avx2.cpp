@@ -243,7 +243,7 @@ void rows(Source from, int g, int half, Rows x, int m0, int m1, Out out) {
 }
 
 void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
-  each_group<false>(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) {
+  each_group(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) {
     for (int half = 0; half < 2; half++) rows(from, g, half, x, m0, m1, out);
   });
 }

@@ -188,9 +188,12 @@ QUIRE_INLINE __m512i add_dots(__m512i acc, __m512i w, const int32_t* x) {
   return acc;
 }
 
-// The one way an integer dot product enters a sum.
+// How an integer dot product enters a sum, and how those of a block whose halves have scales of their own do.
 QUIRE_INLINE __m512 accumulate(__m512 acc, __m512i dot, __m512 scale, float factor) {
   return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(factor)), acc);
+}
+QUIRE_INLINE __m512 add_halves(__m512 acc, __m512 one, __m512 two, __m512 first, __m512 second, __m512 factor) {
+  return _mm512_fmadd_ps(_mm512_fmadd_ps(two, second, _mm512_mul_ps(one, first)), factor, acc);
 }
 
 constexpr int kAhead = 2560;  // bytes: weights stream from memory, and are asked for this early
@@ -230,8 +233,8 @@ void tile(Source from, int g, Rows x, int m, Out out, bool first) {
         two = add_dots(two, v[i + 4], quads + i + 4);
       }
       if (Source::halves) {
-        acc[r] = accumulate(acc[r], one, scale, factors[r]);
-        acc[r] = accumulate(acc[r], two, scale2, factors[r]);
+        const __m512 factor = _mm512_set1_ps(factors[r]);
+        acc[r] = add_halves(acc[r], _mm512_cvtepi32_ps(one), _mm512_cvtepi32_ps(two), scale, scale2, factor);
       } else {
         acc[r] = accumulate(acc[r], _mm512_add_epi32(one, two), scale, factors[r]);
       }
@@ -258,7 +261,7 @@ void rows(Source from, int g, Rows x, int m0, int m1, Out out) {
 }
 
 void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
-  each_group<false>(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) { rows(from, g, x, m0, m1, out); });
+  each_group(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) { rows(from, g, x, m0, m1, out); });
 }
 
 void begin() {}

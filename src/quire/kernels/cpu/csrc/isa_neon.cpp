@@ -285,7 +285,7 @@ void rows(Source from, int g, Rows x, int m0, int m1, Out out) {
 }
 
 void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
-  each_group<false>(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) { rows(from, g, x, m0, m1, out); });
+  each_group(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) { rows(from, g, x, m0, m1, out); });
 }
 
 void begin() {}
