@@ -82,14 +82,16 @@ struct Packed : F {
       take(minima_[0], second, kZero, factors[1]);
     }
   }
-  // Asks for what is `Ahead` bytes further on: of longer runs, so many that are at least as far.
+  // Asks for what is `Ahead` bytes further on: of longer runs, so many that are at least as far. Into the second-level cache,
+  // which has more lines on their way at a time; 8 bits, of which there is little to make, sooner come into the first.
   template <int Ahead>
   QUIRE_INLINE void fetch(int b) const {
+    constexpr int level = F::bits == 8 ? 3 : 2;
     constexpr int lines = F::run == 1 && F::minima ? F::bits + 1 : F::bits, heads = F::form.head_bytes() / 64;
     constexpr int run = int(F::form.run_bytes()), runs = (Ahead + run - 1) / run;
     const uint8_t* next = quants(b) + (F::run == 1 ? Ahead : runs * run);
 #pragma GCC unroll 8
-    for (int i = 0; i < lines; i++) __builtin_prefetch(next + 64 * i);
+    for (int i = 0; i < lines; i++) __builtin_prefetch(next + 64 * i, 0, level);
     if (b % 8 < heads) __builtin_prefetch(group + F::form.head_at(b + 8 * runs) + b % 8 * 64);
   }
 
