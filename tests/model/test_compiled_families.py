@@ -11,6 +11,7 @@ from tiny_models import filled, prompts
 
 from quire.assets import resolve
 from quire.kernels import cpu
+from quire.kernels.cpu.plain_twin import rounded
 from quire.model import CompiledModel, load_model
 from quire.model.blocks import experts as experts_block
 from quire.model.blocks.latent import LatentBlock
@@ -19,13 +20,6 @@ from quire.model.decoder import Model
 from quire.model.loading.packed_weights import STAY_FLOATS, PackedTable
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.packed import PackedScheme
-
-
-def rounded(x):
-    """x after its trip through int8: each block of 32 in steps of its largest magnitude / 127."""
-    blocks = x.unflatten(-1, (-1, 32))
-    top = blocks.abs().amax(dim=-1, keepdim=True)
-    return ((blocks * torch.where(top > 0, 127 / top, 0.0)).round() * (top / 127)).flatten(-2)
 
 
 class RoundedScheme(DenseScheme):

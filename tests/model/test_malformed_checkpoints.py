@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from block_sized_models import CONFIGS
+from block_sized_models import CONFIGS, YARN
 from published_writer import awq, fp8, gptq, packed_integers, write
 from safetensors.torch import load_file, save_file
 from test_gguf_models import convert
@@ -53,12 +53,13 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:97]
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    for name in ("plain", "sharded", "experts", *FORMS):
+    for name in ("plain", "sharded", "experts", "recurrent", *FORMS):
         (root / name).mkdir()
         backend.save(str(root / name / "tokenizer.json"))
     tiny("block-sized").save_pretrained(root / "plain")
     tiny("block-sized").save_pretrained(root / "sharded", max_shard_size="60KB")
     filled(CONFIGS["deepseek-v3"]()).save_pretrained(root / "experts")
+    filled(CONFIGS["lfm2"]()).save_pretrained(root / "recurrent")
     for name, (config, pack) in FORMS.items():
         write(tiny("block-sized"), root / name, config, pack)
     (root / "gguf").mkdir()
@@ -268,6 +269,9 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "more groups than there are": ("experts", config(topk_group=9), "cannot be chosen from 9 of 4 groups"),
     "groups of one": ("experts", config(n_group=8), "cannot be chosen from 2 of 8 groups"),
     "groups too small": ("experts", config(topk_group=1), "3 of 8 experts cannot be chosen from 1 of 4 groups"),
+    "no layer attends": ("recurrent", config(layer_types=["conv"] * 4), "none of its layers attends"),
+    "YaRN of words": ("experts", config(rope_parameters=YARN | {"factor": "x"}), "'factor' should be a positive"),
+    "YaRN weighed by words": ("experts", config(rope_parameters=YARN | {"mscale_all_dim": "x"}), "'mscale_all_dim'"),
     "no zeros": ("gptq", tensor(DOWN + "qzeros", lambda _: None), "not complete: it has no 'qzeros'"),
     "NaN scales, GPTQ": ("gptq", tensor(DOWN + "scales", nan), "down_proj.*not.*finite"),
     "NaN scales, AWQ": ("awq", tensor(DOWN + "scales", nan), "down_proj.*not.*finite"),

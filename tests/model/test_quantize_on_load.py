@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from block_sized_models import CONFIGS
 from model_harness import run_model
+from safetensors.torch import save_file
 from tiny_models import filled, prompts, their_logits, tiny
 
 from quire.assets import resolve
-from quire.model import CompiledModel, load_model
+from quire.kernels.cpu import Store
+from quire.model import CompiledModel, load_model, packed_weights
 from quire.model.blocks.linear import Linear
 from quire.model.quantization.packed import PackedScheme
 from quire.runtime.hardware import Hardware
@@ -55,6 +59,57 @@ def test_4_bits_are_for_experts_and_not_for_what_chooses_them(tmp_path, name):
     assert floats == kinds.keys() & {"router", "shared_gate", "ba", "kv_up"}
     assert "router" in floats
     assert all(kinds[part] == {"Q4_1"} for part in kinds.keys() - floats - {"head"})
+
+
+def partly_quantised(folder):
+    """gpt-oss as published: experts in MXFP4, the rest in floats."""
+    theirs = filled(CONFIGS["gpt-oss"]())
+    tensors = {}
+    for name, tensor in theirs.state_dict().items():
+        tensors[name] = tensor.contiguous()
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = tensors.pop(name).shape
+            shape = (experts, rows, columns // 32)
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(122, 126, shape, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors")
+    told = json.loads(theirs.config.to_json_string()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(told | {"architectures": ["GptOssForCausalLM"]}))
+    return resolve(str(folder)).open()
+
+
+@pytest.mark.parametrize(("quantize", "bits"), [("auto", 8), ("int4", 4)])
+def test_what_is_quantised_in_part_says_what_becomes_of_the_rest(tmp_path, quantize, bits):
+    torch.manual_seed(0)
+    source = partly_quantised(tmp_path)
+    ours = load_model(source, **CPU, quantize=quantize)
+    expected = f"weights stay quantised, plain ones are quantised to {bits} bits"
+    assert any(expected in line for line in ours.describe())
+    assert packed_weights(source, quantize)[1] == expected
+
+
+def test_none_leaves_what_is_plain_to_torch_though_the_rest_is_quantised(tmp_path):
+    torch.manual_seed(0)
+    ours = load_model(partly_quantised(tmp_path), **CPU, quantize="none")
+    assert not isinstance(ours, CompiledModel)
+    assert any("not quantised, and are not to be" in line for line in ours.describe())
+
+
+@pytest.mark.parametrize("quantize", ["auto", "int4"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-next"])
+def test_estimated_bytes_are_those_of_what_is_loaded(tmp_path, monkeypatch, name, quantize):
+    reserved, make = [], Store.__init__
+
+    def noted(self, size, *given):
+        reserved.append(size)
+        make(self, size, *given)
+
+    monkeypatch.setattr(Store, "__init__", noted)
+    filled(CONFIGS[name]()).save_pretrained(tmp_path)
+    source = resolve(str(tmp_path)).open()
+    ours = load_model(source, **CPU, quantize=quantize)
+    floats = sum(tensor.nbytes for module in ours._model.modules().values() for tensor in module.tensors().values())
+    assert packed_weights(source, quantize)[0] == pytest.approx(sum(reserved) + floats, rel=0.01)
 
 
 def test_none_leaves_them_to_torch(saved):

@@ -10,7 +10,7 @@ from quire.model.compiled import CompiledModel
 from quire.model.decoder import Model
 from quire.model.decoder_spec import DecoderSpec
 from quire.model.families.registry import read_spec
-from quire.model.loading.load import compiled_refusal, load_model, packed_bytes, resident_bytes
+from quire.model.loading.load import compiled_refusal, load_model, packed_weights, resident_bytes
 from quire.model.loading.memory_estimate import parameter_count, weight_bytes
 from quire.model.runnable import Runnable
 
@@ -23,7 +23,7 @@ __all__ = [
     "allocate_kv",
     "compiled_refusal",
     "load_model",
-    "packed_bytes",
+    "packed_weights",
     "parameter_count",
     "read_spec",
     "resident_bytes",

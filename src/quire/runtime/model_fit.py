@@ -18,7 +18,7 @@ from quire.model import (
     CompiledModel,
     DecoderSpec,
     compiled_refusal,
-    packed_bytes,
+    packed_weights,
     parameter_count,
     read_spec,
     resident_bytes,
@@ -119,6 +119,7 @@ def _weights(
     """Bytes of the weights, what they are kept as, what runs them, and which KV it prefers and knows."""
     device, dtype = torch.device(decisions.device), DTYPES[decisions.dtype]
     stored = sum(info.nbytes for info in source.tensors().values())
+    kept = "weights stay quantised"
     try:
         refused = (
             "it runs in one process"
@@ -130,7 +131,7 @@ def _weights(
             )
         )
         if refused is None:
-            weights = packed_bytes(source, decisions.quantize)
+            weights, kept = packed_weights(source, decisions.quantize)
         else:
             scheme = Fp8Scheme() if decisions.fp8 else None
             weights = resident_bytes(source, device, dtype, decisions.quantize, scheme)
@@ -140,7 +141,7 @@ def _weights(
         stays = refused is None or (four_bits and can_keep(device, dtype))
         weights = stored if stays else weight_bytes(spec, dtype)
     if refused is None:
-        kernels = [f"decoder: compiled ({', '.join(cpu.features())}), weights in 8 bits or as they are quantised"]
+        kernels = [f"decoder: compiled ({', '.join(cpu.features())}), {kept}"]
         form: str = decisions.quantize if decisions.quantize in ("int4", "int8") else "as stored"
         if form == "as stored" and weights < 0.8 * stored:
             form = "int8"

@@ -118,9 +118,9 @@ def _from_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _scale(config: Mapping[str, Any], head_dim: int) -> float:
     """YaRN of these models sharpens scores by `mscale_all_dim` where others scale cos and sin."""
-    rope = Fields(config).mapping("rope_parameters", "rope_scaling")
-    weight, factor = rope.get("mscale_all_dim"), rope.get("factor") or 1.0
-    sharper = 0.1 * weight * math.log(factor) + 1.0 if weight and factor > 1 else 1.0
+    rope = Fields(Fields(config).mapping("rope_parameters", "rope_scaling"))
+    weight = rope.number("mscale_all_dim", 1.0) if rope.raw("mscale_all_dim") else 0.0
+    sharper = 0.1 * weight * math.log(max(1.0, rope.number("factor", 1.0))) + 1.0
     return head_dim**-0.5 * sharper * sharper
 
 

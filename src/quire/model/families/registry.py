@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from quire.model.decoder_spec import DecoderSpec
+from quire.model.decoder_spec import Attention, DecoderSpec, Latent
 from quire.model.families.architecture import Architecture, named_in
 from quire.model.families.classifier import Classifier, generating
 from quire.model.families.text_part import TextPart, text_config
@@ -55,6 +55,13 @@ def read_spec(source: WeightSource) -> DecoderSpec:
 
 
 def read_family(source: WeightSource) -> tuple[Architecture, DecoderSpec]:
+    family, spec = _read(source)
+    if not any(isinstance(layer.mixer, Attention | Latent) for layer in spec.layers):
+        raise ModelFileError("model config: none of its layers attends, which is not supported")
+    return family, spec
+
+
+def _read(source: WeightSource) -> tuple[Architecture, DecoderSpec]:
     metadata = source.metadata()
     if is_gguf(metadata):
         named = metadata["general.architecture"]

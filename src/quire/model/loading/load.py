@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from quire.kernels import cpu
-from quire.kernels.reference.dequant import FORMATS
+from quire.kernels.reference.dequant import FLOATS
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.compiled import CompiledModel, refusal
 from quire.model.context_parallel import context_spec
@@ -30,7 +30,15 @@ from quire.model.loading.gguf_config import is_gguf
 from quire.model.loading.gguf_tensors import GgufTensors
 from quire.model.loading.held_model import WeightMemory, hold_model, map_model
 from quire.model.loading.keep_quantised import can_keep, four_bit_modules, keep_four_bits
-from quire.model.loading.packed_weights import is_packed, matrices_bytes, pack_weights, packed_matrices
+from quire.model.loading.packed_weights import (
+    PACKED_LATER,
+    Packed,
+    PackedPlace,
+    is_packed,
+    matrices_bytes,
+    pack_weights,
+    packed_matrices,
+)
 from quire.model.loading.stored_tensor import SLICE, StoredTensor
 from quire.model.pipeline import own_module, stage_shards, staged_spec
 from quire.model.quantization.scheme import QuantScheme
@@ -145,11 +153,8 @@ def load_compiled(
     model.finish()
     if places.to_publish is not None:
         places.to_publish.publish(b"")
-    tensors = packable.tensors()
     model.notes += _other_modalities(family, spec, packable)
-    quantised = any(tensors[name].kind in FORMATS for name in targets)
-    kept = "stay quantised" if quantised else f"quantised to {4 if quantize == 'int4' else 8} bits"
-    return CompiledModel(model, threads=threads, isa=isa, kept=f"weights {kept}")
+    return CompiledModel(model, threads=threads, isa=isa, kept=_kept(found, quantize))
 
 
 def resident_bytes(
@@ -175,25 +180,40 @@ def compiled_refusal(
     """None if the compiled decoder can run what `source` holds, else the reason it cannot."""
     if random_weights:
         return "random weights are not quantised"
-    family, spec = read_family(source)
-    if (why_not := refusal(spec, device)) is not None or quantize != "none":
+    if (why_not := refusal(read_family(source)[1], device)) is not None or quantize != "none":
         return why_not
-    source = _packable(source)
-    tensors, targets = source.tensors(), targets_of(family, spec, source)
-    stored = any(tensors[name].kind in FORMATS and len(tensors[name].shape) == 2 for name in targets)
-    return None if stored else "weights are not quantised, and are not to be"
+    packed = _packed(source, quantize)[1]
+    plain = next((name for (name, _), each in packed.items() if each.stored in FLOATS), None)
+    return None if plain is None else f"weights of {plain} are not quantised, and are not to be"
 
 
-def packed_bytes(source: WeightSource, quantize: Quantize = "auto") -> int:
-    """What the weights take in the compiled decoder."""
+def packed_weights(source: WeightSource, quantize: Quantize = "auto") -> tuple[int, str]:
+    """Bytes that the weights take in the compiled decoder, and how they are kept, for people."""
+    model, packed = _packed(source, quantize)
+    needs = {(name, *place): shape for name, m in model.modules().items() for place, shape in m.needs().items()}
+    plain = [place for place in needs if place[1] != "weight" or (place[0], place[2]) not in packed]
+    later = {place for place in plain if place[1] == "weight" and place[0].endswith(PACKED_LATER)}
+    floats = sum(math.prod(needs[place]) for place in plain if place not in later)
+    matrices = [*packed.values(), *(Packed(needs[place][0], needs[place][1]) for place in later)]
+    return matrices_bytes(matrices) + 4 * floats, _kept(packed, quantize)
+
+
+def _packed(source: WeightSource, quantize: Quantize) -> tuple[Model, dict[PackedPlace, Packed]]:
+    """A model of nothing but shapes, and what of it would be packed."""
     family, spec = read_family(source)
     source = _packable(source)
-    targets = targets_of(family, spec, source)
     model = Model(spec, device=torch.device("meta"), dtype=torch.float32)
-    packed = packed_matrices(model.modules(), targets, source, four_bits=quantize == "int4")
-    needs = {(name, *place): shape for name, m in model.modules().items() for place, shape in m.needs().items()}
-    plain = [shape for (name, kind, part), shape in needs.items() if kind != "weight" or (name, part) not in packed]
-    return matrices_bytes(packed) + 4 * sum(math.prod(shape) for shape in plain)
+    targets = targets_of(family, spec, source)
+    return model, packed_matrices(model.modules(), targets, source, four_bits=quantize == "int4")
+
+
+def _kept(packed: Mapping[PackedPlace, Packed], quantize: Quantize) -> str:
+    """How the layers' matrices are, for people."""
+    stored = {each.stored in FLOATS for (name, _), each in packed.items() if name.startswith("layers.")}
+    rounded = f"quantised to {4 if quantize == 'int4' else 8} bits"
+    if stored == {True}:
+        return f"weights {rounded}"
+    return "weights stay quantised" + (f", plain ones are {rounded}" if True in stored else "")
 
 
 def _packable(source: WeightSource) -> WeightSource:

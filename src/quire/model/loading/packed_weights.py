@@ -6,7 +6,7 @@ stay floats. Refuses to know: how any format packs, products.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -22,17 +22,21 @@ from quire.model.quantization.packed import FOUR_BIT_KIND, PackedScheme, fill
 from quire.model.quantization.scheme import State
 from quire.types.seams import WeightSource
 
-# Of a Linear; the last is packed by the decoder, head by head.
-STAY_FLOATS = ("router", "ba", "shared_gate", "kv_up")
+PACKED_LATER = "kv_up"  # by the decoder, head by head
+STAY_FLOATS = ("router", "ba", "shared_gate", PACKED_LATER)  # of a Linear
 TABLES = ("embed", "layer_inputs")
 
-Place = tuple[str, int]  # module, part
+PackedPlace = tuple[str, int]  # module, part
 
 
 class Packed(NamedTuple):
     rows: int
     columns: int
-    kind: str  # of what it is packed from
+    kind: str = "F32"  # of what it is packed from
+    stored: str = "F32"
+
+    def nbytes(self, isa: str | None) -> int:
+        return Store.needs(self.rows, self.columns, self.kind, isa)
 
 
 class PackedPlaces(NamedTuple):
@@ -60,11 +64,11 @@ class PackedTable(Plain):
 
 def packed_matrices(
     modules: Mapping[str, Module], targets: Mapping[str, Target], source: WeightSource, *, four_bits: bool
-) -> dict[Place, Packed]:
+) -> dict[PackedPlace, Packed]:
     """What is packed of a model, by module and part. `four_bits`: of its layers, what is not stored in fewer bits than
     a float."""
     tensors = source.tensors()
-    kinds: dict[Place, str] = {}
+    kinds: dict[PackedPlace, str] = {}
     for name, target in targets.items():
         shape, place = tensors[name].shape, target.part
         left = shape[-1] if target.transposed else shape[0]
@@ -74,31 +78,31 @@ def packed_matrices(
             kinds[target.module, place] = tensors[name].kind if as_stored else "F32"
             left -= needs["weight", place][0]
             place += 1
-    found: dict[Place, Packed] = {}
+    found: dict[PackedPlace, Packed] = {}
     for name, module in modules.items():
         kept = isinstance(module, Linear) and not module.tied and name.split(".")[-1] not in STAY_FLOATS
         for (what, part), shape in module.needs().items() if kept or name in TABLES else ():
             if what == "weight":
                 kind = kinds.get((name, part), "F32")
                 rounded = four_bits and kind in FLOATS and name.startswith("layers.")
-                found[name, part] = Packed(shape[0], shape[1], FOUR_BIT_KIND if rounded else kind)
+                found[name, part] = Packed(shape[0], shape[1], FOUR_BIT_KIND if rounded else kind, kind)
     return found
 
 
-def matrices_bytes(found: Mapping[Place, Packed]) -> int:
-    return sum(Store.needs(*each) for each in found.values())
+def matrices_bytes(packed: Iterable[Packed], isa: str | None = None) -> int:
+    return sum(each.nbytes(isa) for each in packed)
 
 
 def pack_weights(
-    model: Model, found: Mapping[Place, Packed], isa: str | None, held: WeightMemory | None
+    model: Model, found: Mapping[PackedPlace, Packed], isa: str | None, held: WeightMemory | None
 ) -> PackedPlaces:
     """Give the model's matrices packed places, before any is filled. `held`: where they are, if they are held, or are
     put."""
     modules = model.modules()
-    size = sum(Store.needs(*each, isa) for each in found.values())
+    size = matrices_bytes(found.values(), isa)
     block, filled = (None, False) if held is None else _held_block(held, size)
     store = Store(size, block)
-    matrices = {place: PackedMatrix(store, *each, isa) for place, each in found.items()}
+    matrices = {place: PackedMatrix(store, p.rows, p.columns, p.kind, isa) for place, p in found.items()}
     by_module: dict[str, list[PackedMatrix]] = {}
     for (name, _), matrix in matrices.items():
         by_module.setdefault(name, []).append(matrix)
