@@ -59,8 +59,8 @@ COLUMNS = {
 TAIL = """
 ## Quantised checkpoints
 
-On a CPU, integers of 4 and 8 bits in groups of whole blocks of 32 stay such in the compiled decoder, where it runs the
-family (as GGUF blocks: 4 bits take 5); it rounds activations to 8 bits in blocks of 32. On a GPU 4-bit integers stay
+On a CPU, integers of 4 and 8 bits in groups of whole blocks of 32, and MXFP4, stay such in the compiled decoder (as
+GGUF blocks: 4 bits take 5, MXFP4 4.25); it rounds activations to 8 bits in blocks of 32. On a GPU 4-bit integers stay
 such ([gpu.md](gpu.md#4-bit-weights)). Everywhere else matrices are unpacked to the model's type as they are loaded, and
 activations keep their bits.
 
@@ -73,7 +73,8 @@ Which of them the compiled CPU decoder keeps at their own size:
 [performance.md](performance.md#k-quants-at-their-own-size).
 
 Plain checkpoints are quantised on load with `--quantize`: int8 (the default on a CPU where the compiled decoder runs
-the family), int4, or fp8 on a GPU; `none` leaves them as they are. On a GPU int4 is rounded to groups of 128.
+the family), int4, or fp8 on a GPU; `none` leaves layers to torch as they are, where any of their matrices is plain. On
+a GPU int4 is rounded to groups of 128.
 
 ## Quantising a checkpoint once
 

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from quire.assets import resolve
 from quire.cli.main import main
-from quire.model import load_model
+from quire.model import load_model, packed_weights
 from quire.text.text_model import load_tokenizer
 from quire.types.errors import ModelFileError, QuireError
 
@@ -271,6 +271,11 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "groups too small": ("experts", config(topk_group=1), "3 of 8 experts cannot be chosen from 1 of 4 groups"),
     "no layer attends": ("recurrent", config(layer_types=["conv"] * 4), "none of its layers attends"),
     "YaRN of words": ("experts", config(rope_parameters=YARN | {"factor": "x"}), "'factor' should be a positive"),
+    "YaRN without end": (
+        "experts",
+        config(rope_parameters=YARN | {"factor": 10**400}),
+        "'factor' should be a positive",
+    ),
     "YaRN weighed by words": ("experts", config(rope_parameters=YARN | {"mscale_all_dim": "x"}), "'mscale_all_dim'"),
     "no zeros": ("gptq", tensor(DOWN + "qzeros", lambda _: None), "not complete: it has no 'qzeros'"),
     "NaN scales, GPTQ": ("gptq", tensor(DOWN + "scales", nan), "down_proj.*not.*finite"),
@@ -321,7 +326,7 @@ def test_there_are_forty() -> None:
     assert len(CASES) >= 40
 
 
-@pytest.mark.parametrize("base", ["plain", "sharded", "experts", *FORMS, "gguf"])
+@pytest.mark.parametrize("base", ["plain", "sharded", "experts", "recurrent", *FORMS, "gguf"])
 @pytest.mark.parametrize("compiled", [None, 1], ids=["torch", "compiled"])
 def test_the_bases_are_sound(bases: dict[str, Path], base: str, compiled: int | None) -> None:
     load_model(resolve(str(bases[base])).open(), device="cpu", dtype=torch.float32, compiled=compiled)
@@ -334,6 +339,16 @@ def test_the_loader_refuses_in_one_line(malformed: tuple[Path, str], compiled: i
     with pytest.raises(ModelFileError, match=match) as caught:
         load_model(resolve(str(path)).open(), device="cpu", dtype=torch.float32, compiled=compiled)
     one_line(str(caught.value))
+
+
+@pytest.mark.parametrize("malformed", ["missing tensor", "another name", "layers too few"], indirect=True)
+def test_so_does_whoever_asks_what_it_would_take(malformed: tuple[Path, str]) -> None:
+    path, match = malformed
+    source = resolve(str(path)).open()
+    with pytest.raises(ModelFileError, match=match):
+        packed_weights(source)
+    with pytest.raises(ModelFileError, match=match):
+        load_model(source, device="cpu", dtype=torch.float32, compiled=1, quantize="none")
 
 
 @pytest.mark.parametrize("malformed", CASES, indirect=True)

@@ -143,7 +143,7 @@ def _weights(
     if refused is None:
         kernels = [f"decoder: compiled ({', '.join(cpu.features())}), {kept}"]
         form: str = decisions.quantize if decisions.quantize in ("int4", "int8") else "as stored"
-        if form == "as stored" and weights < 0.8 * stored:
+        if form == "as stored" and "stay" not in kept:
             form = "int8"
         return weights, form, kernels, CompiledModel.kv_dtype, tuple(CompiledModel.kv_kinds)
     if decisions.quantize == "int8" or (decisions.quantize == "int4" and device.type == "cpu"):

@@ -29,7 +29,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     """x after its trip through int8: each block of 32 in steps of its largest magnitude / 127."""
     blocks = x.unflatten(-1, (-1, BLOCK))
     top = blocks.abs().amax(dim=-1, keepdim=True)
-    inverse = torch.where(top > 1e-36, 127 / top, 0.0)  # numbers of less precision are flushed
+    inverse = torch.where(top > 1e-36, 127 / top, 0.0)  # what is smaller is flushed to zero
     return ((blocks * inverse).round() * (top / 127)).flatten(-2)
 
 

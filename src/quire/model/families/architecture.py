@@ -6,6 +6,7 @@ know: how tensors are read, how the model runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -88,7 +89,7 @@ class Fields:
         value = self.config.get(name)
         if value is None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
             raise ModelFileError(f"model config: {name!r} should be a positive number, got {value!r}")
         return float(value)
 

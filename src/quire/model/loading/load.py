@@ -183,7 +183,7 @@ def compiled_refusal(
     if (why_not := refusal(read_family(source)[1], device)) is not None or quantize != "none":
         return why_not
     packed = _packed(source, quantize)[1]
-    plain = next((name for (name, _), each in packed.items() if each.stored in FLOATS), None)
+    plain = next((name for name, each in _of_layers(packed) if each.stored in FLOATS), None)
     return None if plain is None else f"weights of {plain} are not quantised, and are not to be"
 
 
@@ -203,13 +203,17 @@ def _packed(source: WeightSource, quantize: Quantize) -> tuple[Model, dict[Packe
     family, spec = read_family(source)
     source = _packable(source)
     model = Model(spec, device=torch.device("meta"), dtype=torch.float32)
-    targets = targets_of(family, spec, source)
+    targets = checked_targets(family, spec, source)
     return model, packed_matrices(model.modules(), targets, source, four_bits=quantize == "int4")
+
+
+def _of_layers(packed: Mapping[PackedPlace, Packed]) -> list[tuple[str, Packed]]:
+    return [(name, each) for (name, _), each in packed.items() if name.startswith("layers.")]
 
 
 def _kept(packed: Mapping[PackedPlace, Packed], quantize: Quantize) -> str:
     """How the layers' matrices are, for people."""
-    stored = {each.stored in FLOATS for (name, _), each in packed.items() if name.startswith("layers.")}
+    stored = {each.stored in FLOATS for _, each in _of_layers(packed)}
     rounded = f"quantised to {4 if quantize == 'int4' else 8} bits"
     if stored == {True}:
         return f"weights {rounded}"

@@ -134,9 +134,9 @@ class StoredTensor:
         for first in range(0, out.shape[0], step):
             piece = rows[first : first + step].to(out.device)
             numbers = dequantize(piece, self.info.kind)
+            numbers = (-numbers.float()).log() if self._negated_exp else numbers
             if not _sound(numbers, infinite=self.info.kind in FLOATS and len(self.info.shape) == 1):
                 raise ModelFileError(not_finite(self.info.name))
-            numbers = (-numbers.float()).log() if self._negated_exp else numbers
             numbers = numbers if columns is None else numbers[:, columns.to(numbers.device)]
             out[first : first + step].copy_(numbers.float() + self._offset if self._offset else numbers)
 

@@ -51,15 +51,15 @@ QUIRE_INLINE __m512i as_signed(__m512i w) {
   return w;
 }
 
-// A group on its way through scratch: bytes as tiles take them, and of each block scales and minima as floats. 8-bit weights
+// Blocks of a group on their way through scratch: bytes as tiles take them, and scales and minima as floats. 8-bit weights
 // stay where they are.
 template <typename F>
-struct Unpacking {
+struct TileWeights {
   static constexpr bool needed = F::id != kByte;
   uint8_t* const bytes;
   float* const floats;
 
-  Unpacking(Scratch scratch, int blocks)
+  TileWeights(Scratch scratch, int blocks)
       : bytes(scratch.bytes), floats(reinterpret_cast<float*>(scratch.bytes + size_t(blocks) * kBlock * kLanes)) {}
   QUIRE_INLINE void put(Packed<F>& from, int b) const {
     from.template fetch<kEarly>(b);
@@ -110,7 +110,7 @@ struct Sums {
   Out out;
   int m, g;
 
-  inline void begin(const Walk& at, const Unpacking<F>& from, Rows x, int row) {
+  inline void begin(const Walk& at, const TileWeights<F>& from, Rows x, int row) {
     begun = true;
     halves = reinterpret_cast<const uint16_t*>(at.piece->w->scales(at.g, 0));
     floats = from.floats;
@@ -146,29 +146,29 @@ template <typename F>
 void tiles(const Piece* pieces, const Piece* end, Rows x, int m0, int m1, Scratch scratch) {
   alignas(64) int32_t products[kProducts][kTile * kLanes];
   const int blocks = x.blocks();
-  const Unpacking<F> unpacking(scratch, blocks);
+  const TileWeights<F> unpacked(scratch, blocks);
   unsigned turn = 0;
   Sums<F> sums;
   Walk at = Walk::over(pieces, end);
   if (!at.more()) return;
   Packed<F> coming(*at.piece->w, at.g);
-  for (int b = 0; b < kLead; b++) unpacking.put(coming, b);
+  for (int b = 0; b < kLead; b++) unpacked.put(coming, b);
   asm volatile("" ::: "memory");  // tile loads do not tell the compiler that they read
   while (at.more()) {
     const Walk next = at.next();
-    const uint8_t* weights = unpacking.needed ? unpacking.bytes : at.piece->w->quants(at.g, 0);
+    const uint8_t* weights = unpacked.needed ? unpacked.bytes : at.piece->w->quants(at.g, 0);
     for (int m = m0; m < m1; m += kTile) {
       const int8_t* rows = x.quants(m, 0);
       bool unpacks = m == m0;
-      auto step = [&](int b, int unpacked, bool adding) __attribute__((always_inline)) {
-        if (unpacks) unpacking.put(coming, unpacked);
+      auto step = [&](int b, int coming_block, bool adding) __attribute__((always_inline)) {
+        if (unpacks) unpacked.put(coming, coming_block);
         if (adding) sums.take(products[(turn - kLag) % kProducts]);
         multiply<!F::minima>(rows + b * 512, weights + b * 512, products[turn++ % kProducts]);
       };
       int b = 0;
       for (const bool before = sums.begun; b < kLag; b++) step(b, b + kLead, before);
       if (sums.begun) sums.end(m1);
-      sums.begin(at, unpacking, x, m);
+      sums.begin(at, unpacked, x, m);
       for (; b < blocks - kLead; b++) step(b, b + kLead, true);
       unpacks = m + kTile >= m1 && next.more();
       if (unpacks) coming = Packed<F>(*next.piece->w, next.g);

@@ -83,7 +83,7 @@ struct Packed : F {
     }
   }
   // Asks for what is `Ahead` bytes further on: of longer runs, so many that are at least as far. Into the second-level cache,
-  // which has more lines on their way at a time; 8 bits, of which there is little to make, sooner come into the first.
+  // which has more lines on their way at a time; 8 bits, which need no unpacking that would hide its latency, into the first.
   template <int Ahead>
   QUIRE_INLINE void fetch(int b) const {
     constexpr int level = F::bits == 8 ? 3 : 2;

@@ -126,7 +126,7 @@ void read_q2_k(const uint8_t* super, int sub, Block& out) {
 
 void read_mxfp4(const uint8_t* p, Block& out) {
   nibbles(p + 1, out);
-  out.scale = p[0] == 255 ? 0xffff : p[0] ? p[0] - 1 : 0;  // numbers are kept doubled
+  out.scale = p[0] > 252 ? 0xffff : p[0] ? p[0] - 1 : 0;  // numbers are kept doubled; 12 << 126 is no float
   out.minimum = 0;
 }
 
