@@ -96,7 +96,9 @@ fifth of the file, or more that the model writes) before, after, and as served h
 Groups are 64 or 32 columns where 128 do not divide a matrix. `--keep PATTERN` leaves modules as they are; embeddings
 and the head always stay. The compiled CPU decoder multiplies int8 activations, in blocks of 32 inputs, by 4- and 8-bit
 integers (FP8 becomes int8 there); elsewhere weights are unpacked and activations keep their bits. Decoders whose layers
-are attention and one MLP are calibrated; experts, latent attention and recurrent layers are not yet.
+are attention and an MLP or experts are calibrated; latent attention and recurrent layers are not yet. Experts, a tensor
+each in the checkpoint, are rounded by what the text sends to each, those that it sends nothing to the nearest; what
+chooses them stays as it is.
 """
 
 

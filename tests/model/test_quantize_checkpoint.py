@@ -6,9 +6,10 @@ import json
 
 import pytest
 import torch
+from block_sized_models import CONFIGS
 from model_harness import run_model
 from safetensors.torch import load_file
-from tiny_models import prompts, their_logits, tiny
+from tiny_models import filled, prompts, their_logits, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from typer.testing import CliRunner
@@ -22,12 +23,13 @@ from quire.model.calibration.recipe import SCHEMES, Recipe
 from quire.types.errors import ConfigError
 
 SAMPLES = prompts(*[48] * 12, seed=5)
+EXPERTS = ("qwen2-moe", "qwen3-moe", "mixtral", "glm4-moe")
 GRID = rounding.Grid(4, symmetric=False, group=32, scale_dtype=torch.bfloat16)
 
 
 def quantised(tmp_path, name, recipe, seed=0):
     """The model, and where its quantised form lies."""
-    theirs = tiny(name, seed)
+    theirs = filled(CONFIGS[name](), seed) if name in EXPERTS else tiny(name, seed)
     theirs.save_pretrained(tmp_path / "plain")
     (tmp_path / "plain" / "tokenizer.json").write_text("{}")
     model, out = resolve(str(tmp_path / "plain")), tmp_path / "out"
@@ -64,7 +66,39 @@ def test_logits_stay_near(tmp_path, scheme):
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("name", ["block-sized", "llama-biased-tied", "qwen2", "gemma2", "phi3", "cohere2", "olmo2"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_calibrated_one_by_one_and_what_chooses_them_stays(tmp_path, name, scheme):
+    theirs, out, report = quantised(tmp_path, name, Recipe(scheme, group_size=32))
+    (prompt,) = prompts(33)
+    want = their_logits(theirs, prompt)
+    near = {"awq": 0.5, "gptq": 0.5, "smoothquant": 0.15, "fp8": 0.25}[scheme]  # a token may get another expert
+    assert distance(logits_of(out), want) < near
+    assert distance(logits_of(out, compiled=1), want) < near + 0.1
+    stored = load_file(out / "model.safetensors")
+    ignored = set(json.loads((out / "config.json").read_text())["quantization_config"]["ignore"])
+    plain = {
+        key.removesuffix(".weight") for key, tensor in stored.items() if key.endswith("weight") and tensor.dim() == 2
+    }
+    plain -= {"model.embed_tokens", *(key.removesuffix("_scale") for key in stored)}
+    routers = {key for key in plain if key.endswith((".gate", ".shared_expert_gate"))}
+    assert routers and routers <= ignored
+    assert not [key for key in ignored if "experts." in key]
+    assert report.matrices == sum(key.endswith("weight_scale") for key in stored)
+
+
+def test_gptq_beats_nearest_for_experts(tmp_path):
+    """Of what they see, which is not what the others do."""
+    theirs, out, _ = quantised(tmp_path, "qwen3-moe", Recipe("gptq", group_size=32))
+    (prompt,) = prompts(33)
+    want = their_logits(theirs, prompt)
+    nearest = logits_of(tmp_path / "plain", compiled=1, quantize="int4")
+    assert distance(logits_of(out, compiled=1), want) < distance(nearest, want)
+
+
+@pytest.mark.parametrize(
+    "name", ["block-sized", "llama-biased-tied", "qwen2", "gemma2", "phi3", "cohere2", "olmo2", *EXPERTS]
+)
 @pytest.mark.parametrize("scheme", ["awq", "smoothquant"])
 def test_folded_scales_leave_the_function_as_it_is(tmp_path, monkeypatch, name, scheme):
     """With all matrices kept, only scales move: between norms and matrices, values and o, up and down."""
@@ -185,7 +219,9 @@ def test_inputs_that_never_were_cost_nothing(correlated):
     assert rounded.dense().isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "match"), [("qwen3-moe", "one MLP"), ("gpt2", "rotary"), ("deepseek-v3", "one MLP")])
+@pytest.mark.parametrize(
+    ("name", "match"), [("gpt2", "rotary"), ("deepseek-v3", "or experts"), ("granite-moe", "holds several matrices")]
+)
 def test_what_is_not_calibrated_here_says_so(tmp_path, name, match):
     with pytest.raises(ConfigError, match=match):
         quantised(tmp_path, name, Recipe("gptq"))

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from quire.kernels.op_signatures import Ops
 from quire.model.blocks.attention import LinearMaker, NormMaker
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.blocks.norms import Norm
 from quire.model.decoder_spec import DecoderSpec, Experts, Norms, Router
+from quire.model.quantization.dense_scheme import DenseScheme
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -225,6 +225,6 @@ def _best_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
 
 def _grouped(linear: Linear, x: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tensor:
     """Each row of x, sorted by expert, times its expert's matrix; the rows of expert e end before ends[e]."""
-    weight = linear.state["weight"].unflatten(0, (count, -1))
-    out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
+    assert isinstance(linear.scheme, DenseScheme)
+    out = linear.scheme.apply_each(linear.state, x, ends, count)
     return out if linear.bias is None else out + linear.bias.unflatten(0, (count, -1))[experts]

@@ -11,6 +11,7 @@ import torch
 
 from quire.kernels.attention_backend import Batch, GroupBatch
 from quire.kernels.kv_views import KVViews, allocate_kv
+from quire.model.blocks.experts import ExpertsBlock
 from quire.model.blocks.linear import Linear
 from quire.model.blocks.stages import Stages
 from quire.model.calibration.observed_inputs import ObservedInputs, Observer, ObservingScheme
@@ -32,18 +33,27 @@ class LayerRunner:
         found = self._model.modules()
         self.modules = {n.removeprefix("layers.0."): m for n, m in found.items() if n.startswith("layers.0.")}
         self.matrices = {name: module for name, module in self.modules.items() if isinstance(module, Linear)}
+        for linear in self.matrices.values():  # experts, too
+            linear.scheme = self._scheme
+
+    def count(self, linear: Linear) -> int:
+        """Matrices that see inputs of their own: experts."""
+        feed = self.layer.feed
+        experts = isinstance(feed, ExpertsBlock) and (linear is feed.up or linear is feed.down)
+        return feed.spec.count if isinstance(feed, ExpertsBlock) and experts else 1
 
     def finish(self) -> None:
         self._model.finish()
 
-    def observe(self, hidden: list[torch.Tensor], *, gram: bool) -> dict[int, ObservedInputs]:
-        """What each matrix, by its id, sees of samples [tokens, hidden]."""
+    def observe(self, hidden: list[torch.Tensor], *, gram: bool) -> dict[int, list[ObservedInputs]]:
+        """What each matrix, by its linear's id, sees of samples [tokens, hidden]."""
         device = self._model.device
         seen = {
-            id(linear.state): ObservedInputs(linear.columns, device, gram=gram) for linear in self.matrices.values()
+            id(linear.state): [ObservedInputs(linear.columns, device, gram=gram) for _ in range(self.count(linear))]
+            for linear in self.matrices.values()
         }
         for sample in hidden:
-            self.run([sample], lambda state, x: seen[id(state)].add(x))
+            self.run([sample], lambda state, index, x: seen[id(state)][index].add(x))
         return {id(linear): seen[id(linear.state)] for linear in self.matrices.values()}
 
     def run(self, hidden: list[torch.Tensor], observer: Observer | None = None) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.scheme import State
 
-Observer = Callable[[State, torch.Tensor], None]
+Observer = Callable[[State, int, torch.Tensor], None]  # a state, which of its matrices (of experts: several), inputs
 
 
 class ObservedInputs:
@@ -51,5 +51,12 @@ class ObservingScheme(DenseScheme):
 
     def apply(self, state: State, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.observer is not None:
-            self.observer(state, x)
+            self.observer(state, 0, x)
         return super().apply(state, x, bias)
+
+    def apply_each(self, state: State, x: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tensor:
+        if (observer := self.observer) is not None:
+            for index, rows in enumerate(x.tensor_split(ends[:-1].cpu())):
+                if len(rows):
+                    observer(state, index, rows)
+        return super().apply_each(state, x, ends, count)

@@ -7,7 +7,7 @@ Refuses to know: tokenizers, how perplexity is measured.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,12 @@ from quire.model.calibration.layer_runner import LayerRunner
 from quire.model.calibration.observed_inputs import ObservedInputs
 from quire.model.calibration.recipe import Recipe
 from quire.model.calibration.scale_folding import Fold, Round, awq_scales, folds, smooth_scales
-from quire.model.decoder_spec import Attention, DecoderSpec, Dense
+from quire.model.decoder_spec import Attention, DecoderSpec, Dense, Experts
 from quire.model.families.architecture import Target
 from quire.model.families.registry import read_family
+from quire.model.loading.expert_tensors import is_stacked
 from quire.model.loading.load import checked_targets
+from quire.model.loading.packed_weights import STAY_FLOATS
 from quire.model.quantization.scheme import State
 from quire.types.errors import ConfigError
 from quire.types.seams import WeightSource
@@ -79,18 +81,33 @@ def _refuse(source: WeightSource, spec: DecoderSpec) -> None:
     odd = next((layer for layer in spec.layers if not _ordinary(layer.mixer, layer.feed)), None)
     if odd is not None or spec.learned_positions:
         raise ConfigError(
-            f"{spec.architecture} is not among what is calibrated here: decoders whose layers are attention and one "
-            "MLP, with rotary positions; --quantize on load may do"
+            f"{spec.architecture} is not among what is calibrated here: decoders whose layers are attention and an MLP "
+            "or experts, with rotary positions; --quantize on load may do"
         )
+    if stacked := next((info.name for info in source.tensors().values() if is_stacked(info)), None):
+        raise ConfigError(f"{stacked} holds several matrices, and checkpoints with a tensor each are calibrated here")
 
 
 def _ordinary(mixer: object, feed: object) -> bool:
+    if isinstance(feed, Experts):
+        return isinstance(mixer, Attention) and not (feed.own_norms or feed.router.weighs_input or feed.bias)
     return isinstance(mixer, Attention) and isinstance(feed, Dense)
 
 
 def _as_stored(target: Target, rows: torch.Tensor) -> torch.Tensor:
     """Rows in the order that the file has them in."""
     return rows if target.order is None else rows[target.order.index(len(rows)).argsort().to(rows.device)]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A matrix: all of a linear's, or an expert's."""
+
+    module: str  # within the layer
+    linear: Linear
+    index: int
+    rows: slice  # of the linear's
+    names: list[str]  # of its tensors
 
 
 class _Work:
@@ -157,23 +174,31 @@ class _Work:
     def _quantise_in_turn(self, index: int, runner: LayerRunner, hidden: list[torch.Tensor]) -> list[torch.Tensor]:
         """GPTQ: each matrix when its inputs come, which those before it, rounded, have made. Hidden states behind the
         layer."""
-        names = {id(linear.state): name for name, linear in runner.matrices.items()}
+        left = {(id(part.linear.state), part.index): part for part in self._parts(index, runner)}
 
-        def round_to_inputs(state: State, x: torch.Tensor) -> None:
-            name = names[id(state)]
-            linear = runner.matrices[name]
-            self._round(linear, self._weights(index, name), self._rounding(linear, x.t() @ x))
+        def round_to_inputs(state: State, which: int, x: torch.Tensor) -> None:
+            part = left.pop((id(state), which))
+            self._round(part, self._rounding(part, x.t() @ x))
 
         hidden = runner.run(hidden, round_to_inputs)
+        for part in left.values():  # experts that nothing of the text went to
+            self._round(part, self._rounding(part))
         self._write_plain(index, runner)
         return hidden
 
-    def _weights(self, index: int, module: str) -> list[str]:
-        """Names of the tensors that a matrix of a layer is made of."""
-        place = f"layers.{index}.{module}"
-        return [
-            n for n in self._by_layer[index] if self._targets[n].module == place and self._targets[n].kind == "weight"
-        ]
+    def _parts(self, index: int, runner: LayerRunner) -> Iterator[_Part]:
+        """A layer's matrices, with the tensors that they are stored as."""
+        for module, linear in runner.matrices.items():
+            place, count = f"layers.{index}.{module}", runner.count(linear)
+            each = len(linear.parts) // count
+            names: list[list[str]] = [[] for _ in range(count)]
+            for name in self._by_layer[index]:
+                target = self._targets[name]
+                if target.module == place and target.kind == "weight":
+                    names[target.part // each].append(name)
+            rows = sum(linear.parts[:each])
+            for which in range(count):
+                yield _Part(module, linear, which, slice(which * rows, (which + 1) * rows), names[which])
 
     def _write_plain(self, index: int, runner: LayerRunner) -> None:
         """What is no matrix of a layer."""
@@ -184,25 +209,27 @@ class _Work:
 
     def _quantise(self, index: int, runner: LayerRunner, hidden: list[torch.Tensor]) -> None:
         recipe = self._recipe
-        seen: dict[int, ObservedInputs] = {}
+        seen: dict[int, list[ObservedInputs]] = {}
         if recipe.scheme != "fp8":
             seen = runner.observe(hidden, gram=recipe.bits == 4)
         if recipe.scheme == "awq":
-            plain = {id(m): round_to for m in runner.matrices.values() if (round_to := self._rounding(m))}
+            parts = self._parts(index, runner)
+            plain = {id(part.linear): round_to for part in parts if (round_to := self._rounding(part))}
             self._fold(index, runner, seen, lambda fold: awq_scales(fold, seen, plain))
         elif recipe.scheme == "smoothquant":
             self._fold(index, runner, seen, lambda fold: smooth_scales(fold, seen, recipe.alpha))
         self._write_plain(index, runner)
-        for name, linear in runner.matrices.items():
+        for part in self._parts(index, runner):
             # queries and keys meet in products, where clipped ranges cost more than their own outputs tell
-            gram = seen[id(linear)].gram if recipe.scheme == "awq" and name != "qkv" else None
-            self._round(linear, self._weights(index, name), self._rounding(linear, gram))
+            clipped = recipe.scheme == "awq" and part.module != "qkv"
+            inputs = seen[id(part.linear)][part.index] if clipped else None
+            self._round(part, self._rounding(part, inputs.gram if inputs is not None and inputs.count else None))
 
     def _fold(
         self,
         index: int,
         runner: LayerRunner,
-        seen: dict[int, ObservedInputs],
+        seen: dict[int, list[ObservedInputs]],
         choose: Callable[[Fold], torch.Tensor | None],
     ) -> None:
         modules = {id(module): name for name, module in runner.modules.items()}
@@ -217,8 +244,8 @@ class _Work:
         for fold in folds(runner.layer):
             if (scales := choose(fold)) is not None:
                 wide = fold.apply(scales, keep)
-                for reader in fold.readers:
-                    seen[id(reader)].divide(wide)
+                for inputs in (inputs for reader in fold.readers for inputs in seen[id(reader)]):
+                    inputs.divide(wide)
 
     def _changed(self, name: str, module: Module) -> torch.Tensor:
         """What a tensor of a layer is now, as it is to be stored."""
@@ -227,25 +254,27 @@ class _Work:
         first = sum(module.parts[: target.part]) if isinstance(module, Linear) else 0
         return _as_stored(target, whole[first : first + info.shape[0]] - target.offset).to(FLOATS[info.kind])
 
-    def _round(self, linear: Linear, names: list[str], round_to: Round | None) -> None:
+    def _round(self, part: _Part, round_to: Round | None) -> None:
         """Round a matrix, write the tensors it is stored as, and leave in it what they mean."""
-        recipe, weight = self._recipe, linear.state["weight"]
-        rounded = None if round_to is None else round_to(weight)
-        for name in names:
+        recipe, linear, weight = self._recipe, part.linear, part.linear.state["weight"]
+        rounded = None if round_to is None else round_to(weight[part.rows])
+        for name in part.names:
             if rounded is None or recipe.kept(name.removesuffix(".weight")):
                 self._writer.ignored(name)
                 self._writer.plain(name, self._changed(name, linear))
                 continue
             first, count = sum(linear.parts[: self._targets[name].part]), self._tensors[name].shape[0]
             wanted = torch.arange(first, first + count, device=weight.device)
-            weight[wanted] = rounded.rows(wanted).dense()
-            self._writer.matrix(name, rounded.rows(_as_stored(self._targets[name], wanted)), self._scale_dtype)
+            weight[wanted] = rounded.rows(wanted - part.rows.start).dense()
+            stored = _as_stored(self._targets[name], wanted - part.rows.start)
+            self._writer.matrix(name, rounded.rows(stored), self._scale_dtype)
             self.matrices += 1
 
-    def _rounding(self, linear: Linear, gram: torch.Tensor | None = None) -> Round | None:
-        """How a matrix is rounded; without what it has seen, to the nearest. None: no group divides its columns."""
-        recipe, group = self._recipe, self._recipe.group_of(linear.columns)
-        if group is None:
+    def _rounding(self, part: _Part, gram: torch.Tensor | None = None) -> Round | None:
+        """How a matrix is rounded; without what it has seen, to the nearest. None: no group divides its columns, or it
+        chooses experts, or weighs them."""
+        recipe, group = self._recipe, self._recipe.group_of(part.linear.columns)
+        if group is None or part.module in STAY_FLOATS:
             return None
         if recipe.scheme == "fp8":
             return partial(rounding.nearest_fp8, scale_dtype=self._scale_dtype)

@@ -1,7 +1,7 @@
 """Scales that move difficulty between a matrix and what comes before it, leaving the layer's function as it is: the
 columns of a matrix are multiplied, what makes their inputs is divided.
 
-    norm ─► qkv,  norm ─► gate and up,  values ─► o,  up ─► down
+    norm ─► qkv,  norm ─► gate and up (of all experts, and their router),  values ─► o,  up ─► down (of one MLP)
 
 AWQ searches scales by which the outputs of rounded matrices err least; SmoothQuant balances the largest inputs against
 the largest weights, behind norms. Refuses to know: names, files, how numbers are stored.
@@ -16,6 +16,7 @@ import torch
 
 from quire.model.blocks.attention import AttentionBlock
 from quire.model.blocks.dense import DenseBlock
+from quire.model.blocks.experts import ExpertsBlock
 from quire.model.blocks.linear import Linear
 from quire.model.blocks.norms import Norm
 from quire.model.calibration.observed_inputs import ObservedInputs
@@ -24,6 +25,7 @@ from quire.model.decoder import Layer
 
 RATIOS = tuple(step / 20 for step in range(20))
 Round = Callable[[torch.Tensor], Rounded]
+Seen = Mapping[int, list[ObservedInputs]]  # by a linear's id: by its matrices
 
 
 @dataclass
@@ -69,28 +71,31 @@ class Fold:
 
 
 def folds(layer: Layer) -> list[Fold]:
-    """Of a layer with attention and one MLP: wherever nothing but a multiplication lies between."""
+    """Of a layer with attention and an MLP or experts: wherever nothing but a multiplication lies between."""
     mixer, feed = layer.mixer, layer.feed
-    assert isinstance(mixer, AttentionBlock) and isinstance(feed, DenseBlock)
+    assert isinstance(mixer, AttentionBlock) and isinstance(feed, DenseBlock | ExpertsBlock)
     found = []
+    readers = [feed.up]
+    if isinstance(feed, ExpertsBlock):  # the first sees all that comes
+        others = (feed.router, feed.up, feed.shared_up, feed.shared_gate)
+        readers = [linear for linear in others if linear is not None]
     if mixer.norm is not None:
-        shared = [feed.up] if feed.norm is mixer.norm else []
-        found.append(Fold([mixer.qkv, *shared], norm=mixer.norm))
+        found.append(Fold([mixer.qkv, *(readers if feed.norm is mixer.norm else [])], norm=mixer.norm))
     if feed.norm is not None and feed.norm is not mixer.norm:
-        found.append(Fold([feed.up], norm=feed.norm))
+        found.append(Fold(readers, norm=feed.norm))
     if not mixer.gated:
         heads, dim = mixer.attention.heads, mixer.attention.head_dim
         kv_heads = mixer.attention.kv_heads
         first = sum(mixer.qkv.parts[:-1])
         found.append(Fold([mixer.o], maker=mixer.qkv, first=first, repeat=heads // kv_heads, width=dim))
-    if feed.gated:
+    if isinstance(feed, DenseBlock) and feed.gated:
         found.append(Fold([feed.down], maker=feed.up, first=feed.up.parts[0]))
     return found
 
 
-def awq_scales(fold: Fold, seen: Mapping[int, ObservedInputs], rounding: Mapping[int, Round]) -> torch.Tensor | None:
+def awq_scales(fold: Fold, seen: Seen, rounding: Mapping[int, Round]) -> torch.Tensor | None:
     """The power of the inputs' mean size by which rounded outputs err least; None: no scale does better."""
-    inputs = seen[id(fold.readers[0])]
+    inputs = seen[id(fold.readers[0])][0]
     size = fold.reduced(inputs.mean_size).clamp(min=1e-4)
     best, least = None, float("inf")
     for ratio in RATIOS:
@@ -108,9 +113,9 @@ def awq_scales(fold: Fold, seen: Mapping[int, ObservedInputs], rounding: Mapping
     return best
 
 
-def smooth_scales(fold: Fold, seen: Mapping[int, ObservedInputs], alpha: float) -> torch.Tensor | None:
+def smooth_scales(fold: Fold, seen: Seen, alpha: float) -> torch.Tensor | None:
     if fold.norm is None:
         return None
-    inputs = seen[id(fold.readers[0])].largest.clamp(min=1e-5)
+    inputs = seen[id(fold.readers[0])][0].largest.clamp(min=1e-5)
     weights = torch.stack([reader.state["weight"].abs().amax(0) for reader in fold.readers]).amax(0).clamp(min=1e-5)
     return (inputs**alpha / weights ** (1 - alpha)).clamp(min=1e-5)

@@ -43,6 +43,11 @@ class ExpertTensors:
         return self._source.read(stored).reshape(count, -1)[expert]
 
 
+def is_stacked(info: TensorInfo) -> bool:
+    """Whether a tensor holds the matrices of several experts."""
+    return bool(_split(info.name, info))
+
+
 def _split(name: str, info: TensorInfo) -> list[TensorInfo]:
     """One of each expert; empty: it is not stacked."""
     plain = re.sub(r"_(bias|blocks)$", r".\1", name)

@@ -44,6 +44,11 @@ class DenseScheme:
     def apply(self, state: State, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, state["weight"], bias)
 
+    def apply_each(self, state: State, x: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tensor:
+        """Of `count` matrices one below the other, each times its rows of x; those of matrix i end before ends[i]."""
+        weight = state["weight"].unflatten(0, (count, -1))
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
+
     @cached_property
     def kernels(self) -> SimpleNamespace:
         """Imported here, because they need Triton."""
