@@ -11,6 +11,7 @@
 #else
 #pragma GCC target("avx2,fma,f16c")
 #endif
+#include <cpuid.h>
 #include <immintrin.h>
 
 namespace quire {
@@ -256,8 +257,9 @@ const Kernels kTable = QUIRE_KERNELS("avx2", gemm);
 }  // namespace
 
 const Kernels* kernels_avx2() {
-  bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  return has ? &kTable : nullptr;
+  unsigned a, b, c, d;  // clang before 19 does not know "f16c" by name
+  const bool halves = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+  return halves && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &kTable : nullptr;
 }
 
 }  // namespace quire
