@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.assets import resolve
 from quire.runtime import worker
 from quire.runtime.executors import local_executor
 from quire.runtime.executors.local_executor import LocalExecutor
@@ -62,7 +63,7 @@ def test_a_wake_that_loads_weights_shows_how_it_gets_on(default_model, dense_mod
         assert len(beats) == 1, "nothing is loaded"
         llm.sleep(2)
         llm.wake()
-        tensors = len(core.executor._source.tensors())
+        tensors = len(resolve(model).open().tensors())
         assert len(beats) - 2 == (2 if form == "draft model" else 1) * tensors
         core.on_progress = lambda: None
 

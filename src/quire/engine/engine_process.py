@@ -26,7 +26,7 @@ import zmq
 from msgspec.structs import replace
 
 from quire.engine.core import EngineCore
-from quire.engine.gc_control import shed, tidy
+from quire.engine.gc_control import give_back, shed, tidy
 from quire.engine.hub_session import HubSession
 from quire.engine.link import SERVED_NAME, handle
 from quire.memory.cache_events import CacheEventRecorder
@@ -265,7 +265,8 @@ def main(address: str, parent: str, options: str = "", holder: str = "") -> int:
             log.info(reason)
         shed()  # the engine lives as long as the process
         process.announce(core, info)
-        core.executor.prepare(GrammarSpec("json_object"))  # the first grammar of a client finds the vocabulary made
+        first = core.executor.prepare(GrammarSpec("json_object"))  # a client's first finds the vocabulary made
+        first.add_done_callback(lambda _: give_back())
         restart = process.serve(core)
         core.close()
         return RESTART_EXIT_CODE if restart else 0

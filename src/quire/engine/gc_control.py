@@ -22,8 +22,13 @@ IDLE_NEW_OBJECTS = 10_000  # as many more, and an idle engine looks
 
 
 def shed() -> None:
-    """Once, when everything is loaded. Free memory and code are given back on Linux only."""
+    """Once, when everything is loaded."""
     settle()
+    give_back()
+
+
+def give_back() -> None:
+    """Free memory and code, to the system; on Linux only."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)

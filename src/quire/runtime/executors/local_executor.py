@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from quire.assets import resolve as find_model
 from quire.generation.drafting.speculation import Speculation
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
@@ -84,10 +85,10 @@ class LocalExecutor:
             torch.zeros(1, device=self._device)
             self._startup_s["CUDA context"] = time.perf_counter() - began
         self._held = None if holder is None else holder.weights(options, resolved)
-        self._load = partial(load_runnable, options, hardware, resolved, source, ranks=ranks, held=self._held)
+        self._load = partial(load_runnable, options, hardware, resolved, ranks=ranks, held=self._held)
         began = time.perf_counter()
         with load_bar(progress) as report:
-            self.model = self._load(progress=report)
+            self.model = self._load(source, progress=report)
         self._startup_s["weights"] = time.perf_counter() - began
         spec = self.model.spec
         self.layout: KVLayout = kv_layout(options, resolved, spec, self.model.kv_dtype, self.model.kv_kinds)
@@ -98,13 +99,13 @@ class LocalExecutor:
             log.warning(line)
         self._kivi = resolved.kivi
         kivi = [self._rescale_keys()] if resolved.kivi else []
-        self._source = source
+        self._name = options.model.model
         self._adapted: set[int] = set()  # slots with a LoRA adapter
         self._adapter_room = self._room_for_adapters(options.adapters) if options.adapters.slots else None
         if self._adapter_room is not None:
             self.model.reserve_adapters(*self._adapter_room)
-        self._load_drafter = partial(load_drafter, options, source)
-        self._drafter = self._load_drafter(self.model)
+        self._load_drafter = partial(load_drafter, options)
+        self._drafter = self._load_drafter(source, self.model)
         drafter = self._drafter if isinstance(self._drafter, Drafter) else None
         self._capacity, why = capacity_for(options, resolved, self.layout, self.model, drafter)
         self._reasons.append(why)
@@ -148,7 +149,7 @@ class LocalExecutor:
 
     def load_adapter(self, slot: int, path: str) -> str:
         assert self._adapter_room is not None, "refused where adapters are named"
-        adapter, rank = read_adapter(path, *read_family(self._source)), self._adapter_room[1]
+        adapter, rank = read_adapter(path, *read_family(self._reopened())), self._adapter_room[1]
         if adapter.rank > rank:
             raise ConfigError(
                 f"the LoRA adapter in {path} has rank {adapter.rank}, there is room for {rank}; "
@@ -324,12 +325,17 @@ class LocalExecutor:
 
     def _load_again(self, progress: Progress) -> None:
         """As at the start; what was computed by the first model holds for this one, which is the same."""
-        self.model, self._unloaded = self._load(progress=progress), False
+        source = self._reopened()
+        self.model, self._unloaded = self._load(source, progress=progress), False
         if self._kivi:
             self.model.rescale_keys(key_factors(self.model))
         if self._adapter_room is not None:
             self.model.reserve_adapters(*self._adapter_room)
-        self._drafter = self._load_drafter(self.model, progress=progress)
+        self._drafter = self._load_drafter(source, self.model, progress=progress)
+
+    def _reopened(self) -> WeightSource:
+        """The model's files, which are not kept open: what was read of them would count as this process's memory."""
+        return find_model(self._name).open()
 
     def rank_memory(self) -> tuple[int, int]:
         return 0, 0
