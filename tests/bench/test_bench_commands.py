@@ -80,3 +80,27 @@ def test_spec_counts_answers_that_differ():
     assert found["off"].equal == found["off"].answers == found["other"].answers == 4
     assert found["other"].equal < 4
     assert spec.rows("chat", found)[1][-1] == f"{found['other'].equal} of 4"
+
+
+def test_sampling(bench):
+    words = (
+        "--num",
+        "2",
+        "--in",
+        "8",
+        "--out",
+        "6",
+        "--rounds",
+        "1",
+        "--forms",
+        "top_p,logprobs",
+        "--kv-memory",
+        "32M",
+    )
+    found, text = bench("sampling", *words)
+    forms = {form["form"]: form for form in found["forms"]}
+    assert list(forms) == ["greedy", "top_p", "logprobs"] and forms["greedy"]["over"] == 0
+    assert all(form["tokens"] == 12 and len(form["seconds"]) == 1 for form in forms.values())
+    assert "temperature=0.7 top_p=0.9" in text
+    with pytest.raises(ConfigError, match="no such form of sampling: 'warm'; there are greedy, temperature"):
+        bench("sampling", "--forms", "warm")

@@ -17,6 +17,7 @@ from quire.cli.bench_lora import lora
 from quire.cli.bench_memory import register
 from quire.cli.bench_needle import needle
 from quire.cli.bench_perplexity import perplexity
+from quire.cli.bench_sampling import sampling
 from quire.cli.bench_serve import serve
 from quire.cli.bench_simulation import register as register_simulation
 from quire.cli.bench_spec import spec
@@ -294,6 +295,7 @@ app.command()(serve)
 app.command()(spec)
 app.command()(evict)
 app.command()(lora)
+app.command()(sampling)
 app.command()(perplexity)
 app.command()(needle)
 register(app)
