@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -32,6 +33,7 @@ from quire.kernels.kv_views import LayerKV
 from quire.kernels.reference import plain_ops as plain
 from quire.kernels.reference.plain_attention import ReferenceAttention
 from quire.kernels.triton import activation, cascade, configs, gemm, gemv, norm
+from quire.kernels.triton import draw_kernels as drawing
 from quire.kernels.triton import embedding_gather as gather
 from quire.kernels.triton import paged_attention as paged
 from quire.kernels.triton import plain_twins as twins
@@ -146,44 +148,46 @@ def load_noise():
 
 def draws() -> Iterator[Trial]:
     noise = load_noise()
-    for rows in (1, 32, 256):
-        logits = random(rows, VOCAB, dtype=torch.float32, scale=3.0)
+    off, heat = (VOCAB, math.inf, -math.inf), 0.8
+    for rows, scale in itertools.product((1, 32, 256), (0.5, 3.0)):  # nearly flat, and a few likely ones
+        logits = random(rows, VOCAB, dtype=torch.bfloat16, scale=scale)
         ids = torch.arange(rows, device="cuda")
-        keys = noise.row_keys(noise.streams(ids, ids * 0), ids + 9)
-        heat = torch.full((rows,), 0.8, device="cuda")
-        size = rows * VOCAB * 4
+        stream, size = noise.streams(ids, ids * 0), rows * VOCAB * 2
+        case = f"{rows} x{scale}"
 
         def differ(got: torch.Tensor, scores: torch.Tensor) -> float:
             return (got != scores.argmax(-1)).float().mean().item()
 
-        def noisy(logits=logits, keys=keys, heat=heat) -> torch.Tensor:
-            return noise.gumbel(keys, torch.arange(VOCAB, device="cuda")) * heat[:, None] + logits
-
-        yield Trial("argmax", f"{rows}", "triton", lambda i, x=logits: sampling.argmax(x), 1, size, 0,
+        yield Trial("argmax", case, "triton", lambda i, x=logits: sampling.argmax(x), 1, size, 0,
                     lambda x=logits: differ(sampling.argmax(x), x))  # fmt: skip
-        yield Trial("argmax", f"{rows}", "torch", lambda i, x=logits: x.argmax(-1), 1, size)
-        yield Trial("gumbel_argmax", f"{rows}", "triton", lambda i, a=(logits, keys, heat): sampling.argmax(*a), 1,
-                    size, 0, lambda a=(logits, keys, heat): differ(sampling.argmax(*a), noisy()))  # fmt: skip
-        off = (torch.full_like(ids, VOCAB), torch.full((rows,), math.inf, device="cuda", dtype=torch.float64),
-               torch.full((rows,), -math.inf, device="cuda"))  # fmt: skip
-        for name, cuts in (
-            ("top_k 50", (off[0] * 0 + 50, off[1], off[2])),
-            ("top_p .9", (off[0], off[1].new_full((rows,), 0.9), off[2])),
-            ("top_k 50 top_p .9", (off[0] * 0 + 50, off[1].new_full((rows,), 0.9), off[2])),
-        ):
-            args = (logits, keys, heat, *cuts)
+        yield Trial("argmax", case, "torch", lambda i, x=logits: x.argmax(-1), 1, size)
+        for name, (top_k, top_p, floor) in {
+            "greedy": off, "temperature": off, "top_p .9": (VOCAB, 0.9, off[2]), "top_p .5": (VOCAB, 0.5, off[2]),
+            "min_p .1": (*off[:2], math.log(0.1)), "top_k 50": (50, *off[1:]), "top_k 50 top_p .9": (50, 0.9, off[2]),
+            "top_k 500": (500, *off[1:]), "top_k 20000": (20000, *off[1:]),
+        }.items():  # fmt: skip
+            numbers = torch.zeros(rows, 11, dtype=torch.int64, device="cuda")
+            numbers[:, 0], numbers[:, 2] = stream, top_k
+            floats = torch.tensor([top_p, 0.0 if name == "greedy" else heat, floor], dtype=torch.float64)
+            numbers[:, 5:8] = floats.view(torch.int64).cuda()
+            args = (logits, numbers, ids, ids + 9)
 
-            def check(args=args) -> float:
-                x, _, heat, top_k, top_p, _ = args
+            def check(args=args, cuts=(top_k, top_p, floor), greedy=name == "greedy", stream=stream) -> float:
+                top_k, top_p, floor = cuts
+                x = args[0].float()
+                if greedy:
+                    return differ(drawing.draw(*args), x)
                 order = x.sort(dim=-1, descending=True, stable=True)
-                kept = torch.arange(VOCAB, device="cuda") < top_k[:, None]
-                mass = ((order.values - order.values[:, :1]) / heat[:, None]).exp().double() * kept
+                kept = torch.arange(VOCAB, device="cuda") < top_k
+                kept = kept & (order.values >= order.values[:, :1] + heat * floor)
+                mass = ((order.values - order.values[:, :1]) / heat).exp().double() * kept
                 upto = mass.cumsum(-1)
-                kept &= (upto - mass) < top_p[:, None] * upto[:, -1:]
+                kept &= (upto - mass) < top_p * upto[:, -1:]
                 allowed = torch.zeros_like(x, dtype=torch.bool).scatter_(1, order.indices, kept)
-                return differ(sampling.draw(*args), noisy().masked_fill(~allowed, -math.inf))
+                scores = noise.gumbel(noise.row_keys(stream, args[3]), torch.arange(VOCAB, device="cuda")) * heat + x
+                return differ(drawing.draw(*args), scores.masked_fill(~allowed, -math.inf))
 
-            yield Trial("draw " + name, f"{rows}", "triton", lambda i, a=args: sampling.draw(*a), 1, size, 0, check)
+            yield Trial("draw " + name, case, "triton", lambda i, a=args: drawing.draw(*a), 1, size, 0, check)
 
 
 # --- products ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """One look at the engine on a GPU: exactness against the CPU on a tiny model, then speed on the 8B shape.
 
-python scripts/gpu_smoke.py [tiny] [big] [sleep]
+python scripts/gpu_smoke.py [tiny] [sampled] [big] [sleep]
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 
 from quire.bench.offline import run_workload
 from quire.bench.report import rows, summarise
+from quire.bench.sampling_bench import FORMS
 from quire.bench.suite import DATA
 from quire.bench.workloads import fixed
 from quire.engine.link import open_link
+from quire.generation.sampling import sampler
 from quire.types.config import EngineOptions
 
 TINY = {
@@ -62,6 +64,25 @@ def tiny() -> None:
                 print(f"{name:8} {dtype:9} start {started:5.1f} s  {same}/40 as plain, {lonely}/6 alone as batched")
 
 
+def sampled() -> None:
+    """Drawn tokens with graphs on and off are those of plain torch, in float32, whatever the way of sampling."""
+    rng = random.Random(1)
+    work = [([rng.randrange(1000) for _ in range(rng.randint(1, 100))], rng.randint(4, 24)) for _ in range(300)]
+    kernels, found = sampler.why_not, {}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(TINY))
+        for name, options in {"torch": {"graphs": False}, "launched": {"graphs": False}, "graphs": {}}.items():
+            sampler.why_not = (lambda device: "compared with torch") if name == "torch" else kernels
+            flat = {"model": folder, "random_weights": True, "dtype": "float32", "device": "cuda", "kv_memory": "1G"}
+            link = open_link(EngineOptions.of(**flat, **options), process=False)
+            for form, sampling in FORMS.items():
+                tokens = [trace.tokens for trace in run_workload(link, work, sampling=sampling).traces]
+                found[name, form] = tokens
+                same = sum(a == b for a, b in zip(tokens, found["torch", form], strict=True))
+                print(f"{name:8} {form:12} {same}/300 as torch draws")
+            link.close()
+
+
 def big() -> None:
     began = time.perf_counter()
     flat = {"model": str(DATA / "llama-3.1-8b"), "random_weights": True, "device": "cuda", "max_model_len": 16384}
@@ -95,4 +116,4 @@ def sleep() -> None:
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or ("tiny", "big"):
-        {"tiny": tiny, "big": big, "sleep": sleep}[name]()
+        {"tiny": tiny, "sampled": sampled, "big": big, "sleep": sleep}[name]()

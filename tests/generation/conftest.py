@@ -1,11 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from quire.generation.sampling import logit_processors, logprobs, sampler, top_k
 from quire.generation.sampling.sampler import Sampler
 from quire.types.plan import Admit
 from quire.types.sampling_params import SamplingParams
@@ -13,9 +15,30 @@ from quire.types.sampling_params import SamplingParams
 AdmitRow = Callable[..., None]
 
 
-@pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton kernels sample, as on a GPU, in its interpreter."""
+    pytest.importorskip("triton.language")
+    if torch.cuda.is_available():
+        pytest.skip("they run on the GPU")
+    import interpreted_triton  # noqa: F401
+
+    for module in (logit_processors, logprobs, sampler, top_k):
+        monkeypatch.setattr(module, "why_not", lambda device: None)
+    with np.errstate(all="ignore"):
+        yield
+
+
+DEVICES = ["cuda"] if torch.cuda.is_available() else [pytest.param("kernels", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(params=["cpu", *DEVICES])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Every test that takes a device runs on the CPU, and on a GPU where there is one."""
+    """Every test that takes a device runs on the CPU, and on a GPU where there is one; else its kernels are
+    interpreted."""
+    if request.param == "kernels":
+        request.getfixturevalue("kernels")
+        return torch.device("cpu")
     return torch.device(request.param)
 
 

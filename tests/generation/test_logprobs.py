@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,19 @@ def test_score_equals_twin(top: int, device: torch.device) -> None:
     for host in (got.to_host(), copied.to_host()):
         for row, token, entry in zip(logits.cpu().numpy(), targets, host, strict=True):
             same(entry, twin(row, token, top))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_kernels_equal_twin(flat: bool, kernels: None) -> None:
+    """In the interpreter, over several chunks; flat: more tokens are as likely as the last of the top than can be
+    looked at together."""
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1)).mul(4).bfloat16()
+    if flat:
+        logits[1], logits[2, 10:] = 1.0, -math.inf
+    targets = [4999, 5, 4097]
+    for row, token, entry in zip(logits.float().numpy(), targets, scored(logits, targets, 20).to_host(), strict=True):
+        with np.errstate(all="ignore"):
+            same(entry, twin(row, token, 20))
 
 
 def test_top_is_at_most_the_vocabulary() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.generation.sampling import sampler as sampler_module
 from quire.generation.sampling.noise import gumbel, row_keys, streams
 from quire.generation.sampling.sampler import Sampler
 from quire.types.plan import Admit
@@ -164,6 +165,49 @@ def test_mixed_batch_equals_twin(device: torch.device, spread: float) -> None:
     world = World(99, device, spread)
     drawn = world.draw(world.sampler(device), list(range(99)))
     assert drawn == [world.expected(row) for row in range(99)]
+
+
+def test_kernels_equal_twin(kernels: None) -> None:
+    """In the interpreter: one row of each kind, twice; what programs count in is left as it was."""
+    world = World(len(KINDS), CPU)
+    sampler = world.sampler(CPU)
+    for _ in range(2):
+        assert world.draw(sampler, list(range(len(KINDS)))) == [world.expected(row) for row in range(len(KINDS))]
+    assert sampler._kernels is not None and not sampler._kernels._counting.any()
+
+
+def test_what_is_captured_is_sampled_alike(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory that every replay writes over: of more rows than are captured, no slice sees another's."""
+    from quire.generation.sampling import kernel_sampling
+
+    replays = []
+
+    def record(self: Any, kind: Any, tokens: torch.Tensor) -> Any:
+        logits = self._logits.setdefault(kind.dtype, torch.zeros(8, VOCAB))
+        given = logits[: kind.rows], self._table_of(kind), kind.adjusted, kind.width, tokens
+        drawn, scores = self._launch(*given)
+
+        def replay() -> None:
+            replays.append(kind)
+            again, rescored = self._launch(*given)
+            drawn.copy_(again)
+            if scores is not None:
+                scores.copy_(rescored)
+
+        return kernel_sampling._Capture(replay, drawn, scores)
+
+    monkeypatch.setattr(kernel_sampling.KernelSampling, "_record", record)
+    monkeypatch.setattr(sampler_module, "SLICE_ROWS", 5)
+    world = World(len(KINDS), CPU)
+    sampler = world.sampler(CPU)
+    assert sampler._kernels is not None
+    sampler._kernels._graphs = True
+    adjusted = [r for r in range(len(KINDS)) if world.params[r].penalised or world.params[r].logit_bias]
+    rows = [r for r in adjusted if not world.params[r].bad_token_ids and not world.params[r].allowed_token_ids]
+    assert len(rows) > 6
+    for some in (rows[:3], rows[:5], rows[1:4], rows):
+        assert world.draw(sampler, some) == [world.expected(row) for row in some]
+    assert [kind.rows for kind in replays] == [4, 8, 4]
 
 
 def test_each_kind_alone_equals_the_mixed_batch(device: torch.device) -> None:

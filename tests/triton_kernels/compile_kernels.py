@@ -14,11 +14,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from quire.generation.sampling.noise import row_keys, streams
 from quire.kernels.attention_backend import AttentionSpec, Batch, GroupBatch
 from quire.kernels.kv_views import LayerKV
 from quire.kernels.triton import (
     activation,
+    adjust_kernels,
     cascade,
     expert_kernels,
     gated_delta_kernel,
@@ -26,11 +26,13 @@ from quire.kernels.triton import (
     gemv,
     int4_matmul,
     launch,
+    logprob_kernels,
     lora_kernels,
     norm,
     page_gather,
 )
 from quire.kernels.triton import batch_gather as batch
+from quire.kernels.triton import draw_kernels as drawing
 from quire.kernels.triton import embedding_gather as gather
 from quire.kernels.triton import rope_kernel as rope
 from quire.kernels.triton import sampling_kernels as sampling
@@ -156,10 +158,16 @@ def small_products():
 
 def draws():
     logits, ids = torch.zeros(4, 32000), torch.zeros(4, dtype=torch.int64)
-    keys, heat = row_keys(streams(ids, ids), ids), torch.ones(4)
+    numbers = torch.zeros(5, 11, dtype=torch.int64)
     sampling.argmax(logits)
-    sampling.argmax(logits, keys, heat)
-    sampling.draw(logits, keys, heat, ids + 50, torch.full((4,), 0.9, dtype=torch.float64), heat)
+    for dtype in (torch.float32, BF16):
+        drawing.draw(logits.to(dtype), numbers, ids, ids)
+        logprob_kernels.logprobs(logits.to(dtype), ids, 5)
+    adjust_kernels.mask(logits, ids, torch.zeros(4, 4000, dtype=torch.uint8))
+    adjust_kernels.adjust(
+        logits, ids.expand(4, 4).contiguous(), numbers, numbers[:, :2], numbers[:, :2].float(), numbers[:, :1],
+        torch.zeros(5, 99, dtype=torch.int32), adjust_kernels.counting_memory(32000, logits.device),
+    )  # fmt: skip
 
 
 def recurrent():

@@ -13,7 +13,7 @@ import torch
 
 from quire.assets import resolve
 from quire.bench.suite import DATA
-from quire.generation.sampling import sampler
+from quire.generation.sampling import kernel_sampling, logit_processors, logprobs, sampler
 from quire.generation.sampling import slot_params as slots
 from quire.generation.sampling import top_k as order
 from quire.kernels import attention_backend as attention
@@ -38,10 +38,12 @@ def variant(kernel, arguments, options):
     multiple of 16, except where the kernel says that it does not care."""
     given = inspect.signature(kernel.fn).bind(*arguments, **{k: v for k, v in options.items() if k in kernel.arg_names})
     free = kernel.kwargs.get("do_not_specialize") or ()
+    loose = kernel.kwargs.get("do_not_specialize_on_alignment") or ()
     found = []
     for name, value in given.arguments.items():
-        if isinstance(value, torch.Tensor):
-            found.append((name, value.dtype))
+        if isinstance(value, torch.Tensor):  # whose storage is aligned
+            aligned = value.storage_offset() * value.element_size() % 16 == 0
+            found.append((name, value.dtype, aligned or name in loose))
         elif "constexpr" in str(kernel.fn.__annotations__.get(name)):
             found.append((name, value))
         elif isinstance(value, int):
@@ -62,10 +64,15 @@ def launched(monkeypatch):
         seen.add(variant(kernel, arguments, options))
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", note)
-    for module in (registry, fused, paged, sampler, order):
+    for module in (registry, fused, paged, sampler, order, logprobs, logit_processors):
         monkeypatch.setattr(module, "why_not", lambda device: None)
     monkeypatch.setattr(loading, "fill_random", lambda *_: None)
-    for module, name in ((attention, "_ship"), (slots, "to_device"), (sampler, "to_device")):
+    for module, name in (
+        (attention, "_ship"),
+        (slots, "to_device"),
+        (sampler, "to_device"),
+        (kernel_sampling, "to_device"),
+    ):
         send = getattr(module, name)
         monkeypatch.setattr(module, name, lambda values, to, send=send: send(values, to).to(META))
     return seen
@@ -119,7 +126,7 @@ def test_what_service_launches_was_compiled_at_start(launched, tmp_path, eight):
     (worker, head), rng = worker_of(tmp_path, eight), random.Random(7)
     start(worker, head)
     known = set(launched)
-    assert {name for name, *_ in known} >= {"attend_kernel", "assemble_kernel", "truncated_kernel", "argmax_kernel"}
+    assert {name for name, *_ in known} >= {"attend_kernel", "assemble_kernel", "finish_kernel", "argmax_kernel"}
     for _ in range(150):
         rows = some_rows(rng)
         counts, lens = [count for count, _ in rows], [n for _, n in rows]

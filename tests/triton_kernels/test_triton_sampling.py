@@ -8,34 +8,33 @@ import triton
 import triton.language as tl
 
 from quire.generation.sampling import noise
+from quire.kernels.triton import draw_kernels as drawing
 from quire.kernels.triton import sampling_kernels as sampling
 
 VOCAB = 300
 
 
 @triton.jit
-def uniform_kernel(keys, out, N: tl.constexpr):
+def uniform_kernel(streams, positions, out, N: tl.constexpr):
     row, ids = tl.program_id(0), tl.arange(0, N)
-    u = sampling.uniform(tl.load(keys + row * 2), tl.load(keys + row * 2 + 1), ids) * 4.656612317858205e-10
-    tl.store(out + row * N + ids, u)
+    key0, key1 = sampling.row_keys(tl.load(streams + row), tl.load(positions + row))
+    tl.store(out + row * N + ids, sampling.uniform(key0, key1, ids) * 4.656612317858205e-10)
 
 
 @triton.jit
-def gumbel_kernel(keys, out, N: tl.constexpr):
+def gumbel_kernel(streams, positions, out, N: tl.constexpr):
     row, ids = tl.program_id(0), tl.arange(0, N)
-    tl.store(out + row * N + ids, sampling.gumbel(tl.load(keys + row * 2), tl.load(keys + row * 2 + 1), ids))
-
-
-def keys_for(rows, seed=0):
-    return noise.row_keys(noise.streams(torch.arange(rows) + seed, torch.zeros(rows).long()), torch.arange(rows))
+    key0, key1 = sampling.row_keys(tl.load(streams + row), tl.load(positions + row))
+    tl.store(out + row * N + ids, sampling.gumbel(key0, key1, ids, False))
 
 
 def test_noise_is_that_of_the_sampler():
-    keys = keys_for(4)
+    streams, positions = noise.streams(torch.arange(4), torch.zeros(4).long()), torch.arange(4) * 1000
+    keys = noise.row_keys(streams, positions)
     got = torch.empty(4, 4096)
-    uniform_kernel[(4,)](keys, got, N=4096)
+    uniform_kernel[(4,)](streams, positions, got, N=4096)
     assert torch.equal(got, noise.uniform(keys, torch.arange(4096)))
-    gumbel_kernel[(4,)](keys, got, N=4096)
+    gumbel_kernel[(4,)](streams, positions, got, N=4096)
     torch.testing.assert_close(got, noise.gumbel(keys, torch.arange(4096)), atol=2e-7, rtol=2e-6)
 
 
@@ -50,13 +49,6 @@ def test_argmax_takes_the_lowest_id_of_equals():
     logits = torch.zeros(2, 9000)
     logits[1, [5, 4500, 8999]] = 1.0
     assert sampling.argmax(logits).tolist() == [0, 5]
-
-
-def test_temperature_alone():
-    logits, keys = torch.randn(4, VOCAB) * 3, keys_for(4)
-    heat = torch.tensor([1.0, 0.5, 2.0, 0.0])
-    expected = (noise.gumbel(keys, torch.arange(VOCAB)) * heat[:, None] + logits).argmax(-1)
-    assert torch.equal(sampling.argmax(logits, keys, heat), expected)
 
 
 def drawn_in_order(logits, keys, heat, top_k, top_p, log_min_p):
@@ -77,33 +69,57 @@ def drawn_in_order(logits, keys, heat, top_k, top_p, log_min_p):
     return kept[int(scores.argmax())]
 
 
-def test_truncated_draws():
-    inf = math.inf
-    cases = [  # temperature, top-k, top-p, log min-p
-        (1.0, VOCAB, 0.9, -inf),
-        (1.5, VOCAB, 0.999, -inf),
-        (0.7, 5, inf, -inf),
-        (1.3, 50, 0.8, -inf),
-        (1.0, VOCAB, inf, -2.0),
-        (2.0, 40, 0.7, -3.0),
-        (1.0, 1, inf, -inf),
-        (1.0, VOCAB, 1e-9, -inf),
-        (0.0, VOCAB, 0.5, -inf),
-        (1.0, VOCAB, inf, -inf),
-    ]
-    rows = len(cases)
-    heat, top_k, top_p, floor = (torch.tensor(column) for column in zip(*cases, strict=True))
-    heat, top_p, floor = heat.float(), top_p.double(), floor.float()
-    for seed, shape in enumerate(("spread", "ties", "flat")):
-        logits = torch.randn(rows, VOCAB) * 3
-        if shape == "ties":
-            logits = logits.round()
-        if shape == "flat":
-            logits = torch.zeros(rows, VOCAB)
-            logits[:, 7] = -0.0
-        keys = keys_for(rows, seed * 100)
-        got = sampling.draw(logits, keys, heat, top_k, top_p, floor).tolist()
+def logits_of(shape, rows, vocab):
+    if shape == "flat":
+        logits = torch.zeros(rows, vocab)
+        logits[:, 7] = -0.0
+        return logits
+    logits = torch.randn(rows, vocab) * 3
+    if shape == "peaked":  # and what a grammar forbids
+        logits = logits * 3
+        logits[:, ::3] = -math.inf
+    return {"ties": logits.round(), "bf16": logits.bfloat16()}.get(shape, logits)
+
+
+CASES = [  # temperature, top-k, top-p, log min-p; off: the vocabulary, infinity, -infinity
+    (1.0, 0, math.inf, -math.inf),
+    (1.0, 0, 0.9, -math.inf),
+    (1.5, 0, 0.999, -math.inf),
+    (0.7, 5, math.inf, -math.inf),
+    (1.3, 50, 0.8, -math.inf),
+    (1.0, 0, math.inf, -2.0),
+    (2.0, 40, 0.7, -3.0),
+    (1.0, 1, math.inf, -math.inf),
+    (1.0, 0, 1e-9, -math.inf),
+    (0.0, 0, 0.5, -math.inf),
+    (3.0, 0, 0.3, -4.0),
+    (0.5, -1, 0.9, -math.inf),
+    (4.0, -1, math.inf, -2.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("vocab", "shape"), [*((VOCAB, s) for s in ("spread", "ties", "flat", "peaked", "bf16")), (5000, "bf16")]
+)
+def test_draws_are_those_of_the_whole_order(shape, vocab):
+    """In slots of any order, at positions of their own, one of them twice; small vocabularies and several chunks."""
+    torch.manual_seed(len(shape))
+    rows = len(CASES)
+    numbers = torch.zeros(rows + 2, 11, dtype=torch.int64)
+    slots = torch.randperm(rows + 2)[:rows]
+    streams = noise.streams(torch.arange(rows) * 7, torch.zeros(rows).long())
+    top_k = [vocab if k == 0 else vocab - 3 if k < 0 else k for _, k, _, _ in CASES]
+    floats = torch.tensor([(p, heat, floor) for heat, _, p, floor in CASES], dtype=torch.float64)
+    numbers[slots, 0], numbers[slots, 2] = streams, torch.tensor(top_k)
+    numbers[slots, 5:8] = floats.view(torch.int64)
+    logits = logits_of(shape, rows, vocab)
+    for step in range(2):
+        positions = torch.randint(0, 4000, (rows,))
+        keys = noise.row_keys(streams, positions)
+        heat, top_p, floor = floats[:, 1].float(), floats[:, 0], floats[:, 2].float()
+        got = drawing.draw(logits, numbers, slots, positions).tolist()
+        dense = logits.float()
         expected = [
-            drawn_in_order(logits[r], keys[r], heat[r], int(top_k[r]), float(top_p[r]), floor[r]) for r in range(rows)
+            drawn_in_order(dense[r], keys[r], heat[r], top_k[r], float(top_p[r]), floor[r]) for r in range(rows)
         ]
-        assert got == expected, shape
+        assert got == expected, step

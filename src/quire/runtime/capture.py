@@ -4,7 +4,7 @@ A captured step is keyed by (tokens, rows). A real step takes the smallest that 
 rows belong to the null slot, and the first of them takes all spare tokens. What varies between replays is only
 the small integer table of rows, copied in before.
 
-    rows table [7, rows]:   slot | start | count | shift | slot that receives the greedy token (the null slot: none) |
+    rows table [7, rows]:   slot | start | count | shift | slot that a token is drawn for (the null slot: none) |
                             cells that recurrent layers read and write, where there are such
 
 Steps whose rows share prefixes are captured too, in a few sizes, with the groups that share one as a second table.
@@ -44,7 +44,7 @@ Key = tuple[int, int, bool]  # tokens, rows, whether rows share prefixes
 @dataclass
 class StepOutput:
     logits: torch.Tensor  # [rows, vocabulary], of each row's last token
-    greedy: torch.Tensor  # [rows], the likeliest token
+    drawn: torch.Tensor  # [rows], a token each, as the parameters of the slots say that receive them
     hidden: torch.Tensor  # [rows, hidden or more], of each row's last token, as the tap has it
 
 
@@ -228,7 +228,7 @@ class CapturedSteps:
         # Only this thread may not wait for the device meanwhile: others move pages
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output: StepOutput = self._step(self._forward, tokens, rows, inputs)
-        output = StepOutput(*(_borrowed(tensor) for tensor in (output.logits, output.greedy, output.hidden)))
+        output = StepOutput(*(_borrowed(tensor) for tensor in (output.logits, output.drawn, output.hidden)))
         return _Capture(inputs, output, graph.replay)
 
 

@@ -49,8 +49,15 @@ class AcceptedSample:
 
 
 class SamplingHead:
-    def __init__(self, worker: ForwardWorker, grammars: GrammarStore, speculation: Speculation | None = None):
-        """For the logits of this worker, and over its slots."""
+    def __init__(
+        self,
+        worker: ForwardWorker,
+        grammars: GrammarStore,
+        speculation: Speculation | None = None,
+        *,
+        graphs: bool = False,
+    ):
+        """For the logits of this worker, and over its slots. `graphs`: whether anything may be captured."""
         model, capacity = worker.model, worker.capacity
         self.device = worker.device
         self._worker = worker
@@ -60,7 +67,9 @@ class SamplingHead:
             vocab_size=model.spec.vocab_size,
             device=worker.device,
             draw=model.draw,
+            graphs=graphs,
         )
+        worker.draw_with(self._sampler.draw)
         self._grammars = SlotGrammars(grammars, vocab_size=model.spec.vocab_size, max_len=capacity.max_model_len)
         self._deferred: list[tuple[list[AcceptedSample], Callable[[list[AcceptedSample]], StepResult]]] = []
         self.speculate(speculation)
@@ -89,16 +98,18 @@ class SamplingHead:
         self._grammars.begin_masks(chains)
         return expanded
 
-    def all_greedy(self, plan: StepPlan) -> bool:
-        """Whether every sample is the likeliest token and nothing else, one sample a row."""
-        alone = len({s.row for s in plan.samples}) == len(plan.samples)
-        return alone and self._sampler.all_greedy([s.slot for s in plan.samples])
+    def captured(self, plan: StepPlan) -> bool:
+        """Whether a captured step may draw every sample: one a row, and nothing but a draw."""
+        samples = plan.samples
+        if len({s.row for s in samples}) < len(samples):
+            return False
+        return self._sampler.captured([s.slot for s in samples], [s.position for s in samples])
 
     def sample(self, expanded: ExpandedPlan, output: ForwardOutput) -> StepSamples:
         """Samples are stored in their slots, unread by the host."""
         scores = self._score(expanded.plan, output)  # first: it reads the slots before samples are stored there
-        if output.greedy is not None:
-            return StepSamples(Sampled(output.greedy), scores)
+        if output.drawn is not None:
+            return StepSamples(Sampled(output.drawn), scores)
         if output.logits is None:
             return StepSamples(None, scores)
         plan, worker = expanded.plan, self._worker

@@ -24,7 +24,7 @@ def run_step(plan: StepPlan, worker: ForwardWorker, head: SamplingHead) -> Pendi
     """Launch a step; nothing waits for the device."""
     began = time.perf_counter()
     expanded = head.expand(plan)
-    output = worker.forward(expanded, greedy=worker.captures_ready and head.all_greedy(expanded.plan))
+    output = worker.forward(expanded, draws=worker.captures_ready and head.captured(expanded.plan))
     return PendingStep(expanded, output, head.sample(expanded, output), head, began)
 
 

@@ -42,6 +42,9 @@ GATHERED_BYTES = 256 << 20  # of pages that are read or written at once
 PROMPT_LOGITS_ROWS = 64  # logits held at once for prompt log-probabilities
 
 
+Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class PromptLogits:
     """Logits of some positions of a row, and the known token after each."""
@@ -57,7 +60,7 @@ class ForwardOutput:
     """What a forward pass left on the device."""
 
     logits: torch.Tensor | None = None  # [samples, vocab]; None: nothing to sample, or sampled already
-    greedy: torch.Tensor | None = None  # int64 [samples]: sampled by the captured step and stored in their slots
+    drawn: torch.Tensor | None = None  # int64 [samples]: sampled by the captured step and stored in their slots
     hidden: torch.Tensor | None = None  # [samples, hidden or more], for a proposer that reads hidden states
     prompt_logits: Iterable[PromptLogits] = ()  # computed as they are read
     pooled: dict[int, torch.Tensor] = field(default_factory=dict)  # by row: float32 [hidden]
@@ -91,6 +94,7 @@ class ForwardWorker:
         self._kv = KVViews(self.pages[: capacity.pages], layout.own, cells)
         self.sparse = SparseSlots(model.spec, self._kv)
         self._tap: HiddenStateTap | None = None
+        self._draw: Draw = lambda logits, slots, positions: argmax_tokens(logits)
         self.observer: LayerObserver | None = None  # of the step that is run; captured ones tell nothing
         self._warmup_model = model.sketch()  # few layers, all kernels
         self._sharing = None
@@ -128,6 +132,10 @@ class ForwardWorker:
         """Forward passes return hidden states after these layers and the last; None: none at all. Steps captured
         before know nothing of it."""
         self._tap = None if layers is None else HiddenStateTap(layers)
+
+    def draw_with(self, draw: Draw) -> None:
+        """Captured steps draw with this: from logits of rows, for these slots, at these positions."""
+        self._draw = draw
 
     def close(self) -> None:
         del self._captured, self._adapted_steps  # they know each other: pages would wait for the garbage collector
@@ -224,13 +232,13 @@ class ForwardWorker:
 
     # ---- a step ----------------------------------------------------------------------------------------------
 
-    def forward(self, expanded: ExpandedPlan, *, greedy: bool) -> ForwardOutput:
-        """`greedy`: all samples are the likeliest token, one sample a row, so that a captured step may take them."""
+    def forward(self, expanded: ExpandedPlan, *, draws: bool) -> ForwardOutput:
+        """`draws`: a captured step may take all samples."""
         self.staging.rotate()
         plan = expanded.plan
         self._apply(plan)
         deviations = self._probe(plan.probes) if plan.probes else None
-        output = self._forward(expanded, greedy) if plan.rows else ForwardOutput()
+        output = self._forward(expanded, draws) if plan.rows else ForwardOutput()
         output.deviations = deviations
         return output
 
@@ -255,7 +263,7 @@ class ForwardWorker:
         if end_rope_shifts is not None:
             end_rope_shifts()
 
-    def _forward(self, expanded: ExpandedPlan, greedy: bool) -> ForwardOutput:
+    def _forward(self, expanded: ExpandedPlan, draws: bool) -> ForwardOutput:
         """By a captured step, if one fits."""
         plan = expanded.plan
         counts = [row.count for row in plan.rows]
@@ -266,7 +274,7 @@ class ForwardWorker:
         cells = None if self._states is None or size is None else self._states.single(plan.rows)
         adapted = self.model.adapter_slots > 0 and self.slots.adapted(row.slot for row in plan.rows)
         if size is not None and (self._states is None or cells is not None):
-            return self._replay(plan, size, greedy, adapted, cells)
+            return self._replay(plan, size, draws, adapted, cells)
         return self._eager(expanded, counts, inspected, adapted)
 
     def _eager(self, expanded: ExpandedPlan, counts: list[int], inspected: bool, adapted: bool) -> ForwardOutput:
@@ -341,11 +349,11 @@ class ForwardWorker:
             self._states.keep(slot, accepted)
 
     def _replay(
-        self, plan: StepPlan, size: tuple[int, int], greedy: bool, adapted: bool, cells: list[tuple[int, int]] | None
+        self, plan: StepPlan, size: tuple[int, int], draws: bool, adapted: bool, cells: list[tuple[int, int]] | None
     ) -> ForwardOutput:
-        """The step as one launch of a captured one; greedy samples are part of it. `cells` that rows read and write."""
+        """The step as one launch of a captured one. `cells` that rows read and write."""
         receivers = [self.slots.null_slot] * len(plan.rows)
-        if greedy:
+        if draws:
             for sample in plan.samples:
                 receivers[sample.row] = sample.slot
         table = np.array(
@@ -363,12 +371,13 @@ class ForwardWorker:
         output = ForwardOutput(padding=computed - plan.tokens)
         if plan.samples:
             rows = [s.row for s in plan.samples]
-            if not greedy:
-                output.logits = step.logits[self.staging.upload(np.array(rows, dtype=np.int64))]
-            elif rows == list(range(len(rows))):
-                output.greedy = step.greedy[: len(rows)]
+            picked: Any = slice(len(rows))
+            if rows != list(range(len(rows))):
+                picked = self.staging.upload(np.array(rows, dtype=np.int64))
+            if draws:
+                output.drawn = step.drawn[picked]
             else:
-                output.greedy = step.greedy[self.staging.upload(np.array(rows, dtype=np.int64))]
+                output.logits = step.logits[picked]
             if self._tap is not None and not plan.rests:  # the next replay writes over it: indexing copies
                 output.hidden = step.hidden[self.staging.upload(np.array(rows, dtype=np.int64))]
         return output
@@ -392,7 +401,7 @@ class ForwardWorker:
         warmup: bool = False,
         adapted: bool = False,
     ) -> StepOutput:
-        """What is captured: rows table in, logits of each row's last token and greedy samples out."""
+        """What is captured: rows table in, logits of each row's last token and a token drawn for each out."""
         input_ids, batch = self.slots.batch(rows, tokens, counts, kv_lens, prefix, adapted=adapted)
         batch.exact = False
         if self._states is not None:
@@ -400,9 +409,10 @@ class ForwardWorker:
         model, tap = (self._warmup_model or self.model, None) if warmup else (self.model, self._tap)
         hidden = model.forward(input_ids, batch, self._kv, last=True, tap=tap)
         logits = model.logits(hidden)
-        greedy = argmax_tokens(logits)
-        self.slots.store(rows[4], (rows[1] + rows[2]).clamp(max=self.slots.tokens.shape[1] - 1), greedy)
-        return StepOutput(logits, greedy, tap.beside(hidden) if tap is not None else hidden)
+        positions = rows[1] + rows[2]
+        drawn = self._draw(logits, rows[4], positions)
+        self.slots.store(rows[4], positions.clamp(max=self.slots.tokens.shape[1] - 1), drawn)
+        return StepOutput(logits, drawn, tap.beside(hidden) if tap is not None else hidden)
 
     def _attention(self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any) -> None:
         """Only the attention of such a step."""

@@ -10,6 +10,7 @@ top-p over what those left. In the order of likelihood each keeps a prefix:
 
 so a draw that needs the order at all looks at as short a prefix of it as it can, and noise is made for no more.
 
+On a GPU compiled kernels draw instead (`kernels/triton/draw_kernels.py`), on a CPU compiled code where a model has it.
 Refuses to know: slots, requests, what was done to the logits before.
 """
 
@@ -32,17 +33,6 @@ def draw_plain(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, min_
         logits = logits.masked_fill(logits < _floor(logits.amax(-1, keepdim=True), params), _NEG_INF)
     noise = gumbel(keys, torch.arange(logits.shape[-1], device=logits.device))
     return argmax_tokens(noise.mul_(params.temperature).add_(logits))
-
-
-def draw_fused(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, truncated: bool) -> torch.Tensor:
-    """Any of these draws in one kernel on a GPU, without ordering the vocabulary. [m, vocab] → int64 [m]"""
-    from quire.kernels.triton.sampling_kernels import argmax, draw
-
-    temperature = params.temperature.squeeze(-1).contiguous()
-    if not truncated:
-        return argmax(logits, keys, temperature)
-    top_k, top_p, log_min_p = (x.squeeze(-1).contiguous() for x in (params.top_k, params.top_p, params.log_min_p))
-    return draw(logits, keys, temperature, top_k, top_p, log_min_p)
 
 
 def draw_top_k(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, width: int) -> torch.Tensor:

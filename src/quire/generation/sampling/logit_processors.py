@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from quire.generation.sampling.slot_params import PAD, Params
+from quire.kernels.triton import why_not
 
 _NEG_INF = float("-inf")
 _MIN_ALLOWED_LOGIT = -1e30  # of a token that a grammar allows, whatever else forbids it: grammars go last
@@ -71,6 +72,10 @@ def apply_penalties(
 
 def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
     """Forbid all tokens but those whose bit is set. masks uint8 [m, bytes], lowest bit first; `rows` ascend"""
+    if why_not(logits.device) is None:
+        from quire.kernels.triton.adjust_kernels import mask
+
+        return mask(logits, rows, masks)
     bytes_, shifts = (torch.arange(count, dtype=torch.uint8, device=masks.device) for count in (256, 8))
     banned = (bytes_.unsqueeze(-1) >> shifts).bitwise_and_(1) == 0  # [256, 8]: what each byte forbids
     # Looked up and added, without a branch for every token: a third of the time that filling takes.

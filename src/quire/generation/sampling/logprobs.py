@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.generation.sampling.top_k import top_k_tokens
+from quire.kernels.triton import why_not
 from quire.types.plan import TokenLogprobs
 
 
@@ -21,13 +22,22 @@ class LogprobTensors:
 
     tokens: torch.Tensor  # int64 [m]
     logprobs: torch.Tensor  # float32 [m]
-    ranks: torch.Tensor  # int64 [m]; 1 for the most likely, equal for equals
-    top_ids: torch.Tensor  # int64 [m, k], most likely first
+    ranks: torch.Tensor  # integers [m]; 1 for the most likely, equal for equals
+    top_ids: torch.Tensor  # integers [m, k], most likely first
     top_logprobs: torch.Tensor  # float32 [m, k]
     tops: Sequence[int | None]  # per row of the batch: how many of the top are wanted; None: no log-probabilities
+    packed: torch.Tensor | None = None  # that all of it but the tokens is in
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor, packed: torch.Tensor, tops: Sequence[int | None]) -> LogprobTensors:
+        """`packed` as a GPU's kernel makes it: int32 [m, 2 + 2 * k]"""
+        k, real = packed.shape[1] // 2 - 1, packed.view(torch.float32)
+        return cls(tokens, real[:, 0], packed[:, 1], packed[:, 2 : 2 + k], real[:, 2 + k :], tops, packed)
 
     def start_copy(self) -> LogprobTensors:
         """Begin the copy to the host and do not wait; read the result with `to_host` after the device got there."""
+        if self.packed is not None:
+            return LogprobTensors.of(begin_copy(self.tokens), begin_copy(self.packed), self.tops)
         tokens, logprobs, ranks, top_ids, top_logprobs = map(begin_copy, self._tensors())
         return LogprobTensors(tokens, logprobs, ranks, top_ids, top_logprobs, self.tops)
 
@@ -48,15 +58,19 @@ def score(logits: torch.Tensor, targets: torch.Tensor, top: int) -> LogprobTenso
 def score_rows(logits: torch.Tensor, targets: torch.Tensor, tops: Sequence[int | None]) -> LogprobTensors:
     """As `score`, for those rows of a batch that have a top: logits and targets are of these, tops of all."""
     width = min(max((top for top in tops if top is not None), default=0), logits.shape[-1])
+    if why_not(logits.device) is None:
+        from quire.kernels.triton.logprob_kernels import logprobs
+
+        return LogprobTensors.of(targets, logprobs(logits, targets, width), tops)
     chosen = targets.unsqueeze(-1)  # [m, 1]
-    logprobs = logits.log_softmax(-1)
+    likelihoods = logits.log_softmax(-1)
     top_ids = top_k_tokens(logits, width)[1] if width else chosen[:, :0]
     return LogprobTensors(
         tokens=targets,
-        logprobs=logprobs.gather(-1, chosen).squeeze(-1),
+        logprobs=likelihoods.gather(-1, chosen).squeeze(-1),
         ranks=(logits > logits.gather(-1, chosen)).sum(-1) + 1,
         top_ids=top_ids,
-        top_logprobs=logprobs.gather(-1, top_ids),
+        top_logprobs=likelihoods.gather(-1, top_ids),
         tops=tops,
     )
 

@@ -1,7 +1,7 @@
 """The sampler: logits of many slots to one token each, hundreds of rows at once.
 
 Which passes run is decided on the host from the slots' parameters at admission; values stay on the device and are
-never waited for. Rows that draw in the same way are drawn together. History is read from the worker's tokens all_rows
+never waited for. Rows that draw in the same way are drawn together. History is read from the worker's tokens each
 time and never kept, so forks, preemption and rolled-back drafts need no care here.
 
 Refuses to know: the model, pages, requests, where a row's logits came from.
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from quire.generation.sampling import logit_processors as processors
-from quire.generation.sampling.gumbel_draw import draw_fused, draw_nucleus, draw_plain, draw_top_k
+from quire.generation.sampling.gumbel_draw import draw_nucleus, draw_plain, draw_top_k
 from quire.generation.sampling.logprobs import LogprobTensors, join, score_rows
 from quire.generation.sampling.noise import row_keys
 from quire.generation.sampling.slot_params import DRAWS, PROCESSORS, Ints, Need, SlotTable, to_device
@@ -26,7 +26,7 @@ from quire.types.grammar import TokenMasks
 from quire.types.plan import Admit
 
 SLICE_ROWS = 256  # rows drawn at once: copies of their logits must fit beside everything else, however many there are
-_GREEDY, _COMPILED = int(Need.GREEDY), int(DRAWS | Need.MIN_P)  # the latter: what the compiled draw does by itself
+_GREEDY, _DRAWN = int(Need.GREEDY), int(DRAWS | Need.MIN_P)  # the latter: what compiled draws do by themselves
 
 
 @dataclass(frozen=True)
@@ -66,31 +66,44 @@ class Rows:
 
 
 class Sampler:
-    def __init__(self, *, slots: int, vocab_size: int, device: torch.device, draw: CompiledDraw | None = None):
-        """`draw`: compiled code for all draws, in place of torch's."""
-        self._draw_all = draw
-        self._vocab = vocab_size
+    def __init__(
+        self,
+        *,
+        slots: int,
+        vocab_size: int,
+        device: torch.device,
+        draw: CompiledDraw | None = None,
+        graphs: bool = True,
+    ):
+        """`draw`: compiled code for all draws, in place of torch's; on a GPU Triton kernels are, captured if `graphs`
+        may be."""
+        self._compiled = draw
         self._table = SlotTable(slots=slots, vocab_size=vocab_size, device=device)
-        self._fused = why_not(device) is None
+        self._kernels: KernelSampling | None = None
+        if why_not(device) is None:
+            from quire.generation.sampling.kernel_sampling import KernelSampling
+
+            graphs = graphs and device.type == "cuda"
+            self._kernels = KernelSampling(self._table, vocab_size, most=min(slots, SLICE_ROWS), graphs=graphs)
 
     def admit(self, admit: Admit) -> None:
-        """Take a slot's parameters; they reach the device with the next `sample`."""
+        """Take a slot's parameters; they reach the device with the next `sample` or `captured`."""
         self._table.admit(admit)
 
-    def all_greedy(self, slots: list[int]) -> bool:
-        """Whether these slots want the most likely token and nothing else."""
-        return self._table.wanted(slots) in (Need.GREEDY, Need(0))
+    def captured(self, slots: list[int], positions: list[int]) -> bool:
+        """Whether `draw` is all that these draws ask for; their slots' parameters are on the device then."""
+        self._table.flush()
+        needs = self._table.needs(np.array(slots, np.int64), np.array(positions, np.int64))
+        return not int(np.bitwise_or.reduce(needs, initial=0)) & ~(_GREEDY if self._kernels is None else _DRAWN)
+
+    def draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """For a step that is captured: nothing here is known to the host. int64 [n], [n] → int64 [n]"""
+        return argmax_tokens(logits) if self._kernels is None else self._kernels.draw(logits, slots, positions)
 
     def warm_up(self) -> None:
         """Launch each of the sampling kernels, so that they are compiled before the first request."""
-        if not self._fused:
-            return
-        slot = torch.zeros(1, dtype=torch.int64, device=self._table.device)
-        params = self._table.params(slot)
-        logits = torch.zeros(1, self._vocab, device=slot.device)
-        argmax_tokens(logits)
-        for truncated in (False, True):
-            draw_fused(logits, row_keys(params.stream.squeeze(-1), slot), params, truncated=truncated)
+        if self._kernels is not None:
+            self._kernels.warm_up()
 
     def sample(
         self,
@@ -104,15 +117,22 @@ class Sampler:
         table.flush()
         host_slots, host_positions = np.array(slots, np.int64), np.array(positions, np.int64)
         needs = table.needs(host_slots, host_positions)
-        if self._draw_all is None and Need(int(np.bitwise_or.reduce(needs))) in (Need.GREEDY, Need(0)):
+        asked = int(np.bitwise_or.reduce(needs, initial=0))
+        if not asked & ~_DRAWN and (drawn := self._draw_all(logits, needs, host_slots, host_positions)) is not None:
+            return Sampled(drawn)
+        if Need(asked) in (Need.GREEDY, Need(0)):
             return Sampled(argmax_tokens(logits))  # the latter: no rows
         parts, masked = [], 0
         for first in range(0, max(len(slots), 1), SLICE_ROWS):
             rows = slice(first, first + SLICE_ROWS)
             before, masked = masked, masked + int(((needs[rows] & int(Need.GRAMMAR)) != 0).sum())
             part_masks = masks[before:masked] if masks is not None else None
-            part = logits[rows].float()
-            parts.append(self._sample(part, needs[rows], host_slots[rows], host_positions[rows], tokens, part_masks))
+            of_part = logits[rows], needs[rows], host_slots[rows], host_positions[rows], tokens
+            if self._kernels is not None and self._kernels.suits(asked):
+                captured = len(slots) <= self._kernels.most
+                parts.append(Sampled(*self._kernels.sample(*of_part, captured=captured)))
+            else:
+                parts.append(self._sample(*of_part, part_masks))
         if len(parts) == 1:
             return parts[0]
         drawn = torch.cat([part.token_ids for part in parts])
@@ -127,17 +147,15 @@ class Sampler:
         tokens: torch.Tensor,
         masks: TokenMasks | None,
     ) -> Sampled:
-        """Of one slice. float32 [n, vocab]"""
-        asked = int(np.bitwise_or.reduce(needs))
-        if self._draw_all is not None and not asked & ~_COMPILED:
-            return Sampled(self._draw_all(logits, self._table.numbers, slots, positions, (needs & _GREEDY) != 0))
-        wanted = Need(asked)
-        passed = wanted & ~DRAWS if self._draw_all is not None else wanted
+        """Of one slice. [n, vocab]"""
+        logits = logits.float()
+        wanted = Need(int(np.bitwise_or.reduce(needs)))
+        plain = self._kernels is None and self._compiled is None
+        passed = wanted if plain else wanted & (PROCESSORS | Need.LOGPROBS)
         passes = self._passes(passed, needs, slots, positions) if passed else {}
         processed = self._process(logits, passes, tokens, masks) if wanted & PROCESSORS else logits
-        if self._draw_all is not None:
-            drawn = self._draw_all(processed, self._table.numbers, slots, positions, (needs & _GREEDY) != 0)
-        else:
+        drawn = self._draw_all(processed, needs, slots, positions)
+        if drawn is None:
             drawn = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
             for need in DRAWS & wanted:
                 rows = passes[need]
@@ -186,6 +204,14 @@ class Sampler:
             processors.apply_masks(logits, rows.index, to_device(masks, table.device))
         return logits
 
+    def _draw_all(self, logits: torch.Tensor, needs: Ints, slots: Ints, positions: Ints) -> torch.Tensor | None:
+        """All draws by compiled code; None: torch draws."""
+        if self._kernels is not None:
+            return self._kernels.draw_rows(logits, slots, positions)
+        if self._compiled is not None:
+            return self._compiled(logits, self._table.numbers, slots, positions, (needs & _GREEDY) != 0)
+        return None
+
     def _draw(self, need: Need, rows: Rows, logits: torch.Tensor) -> torch.Tensor:
         """[m, vocab] → int64 [m]"""
         if need is Need.GREEDY:
@@ -193,8 +219,6 @@ class Sampler:
         table = self._table
         params = table.params(rows.slots)
         keys = row_keys(params.stream.squeeze(-1), rows.positions)
-        if self._fused:
-            return draw_fused(logits, keys, params, truncated=need is not Need.PLAIN or rows.any(Need.MIN_P))
         if need is Need.PLAIN:
             return draw_plain(logits, keys, params, min_p=rows.any(Need.MIN_P))
         if need is Need.TOP_P:

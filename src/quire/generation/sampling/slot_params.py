@@ -26,6 +26,7 @@ Ints = npt.NDArray[np.int64]
 MAX_NARROW_TOP_K = 1024  # top-k up to this is one narrow selection; larger ones go separately, not to widen other rows'
 MIN_TEMPERATURE = 1e-6  # colder than this differs from it by less than rounding does
 PAD = -1  # no token has this id
+MIN_WIDTH = 16  # of lists, once there are any: whatever knows where they are must be made again when they grow
 
 
 class Need(enum.IntFlag):
@@ -70,7 +71,7 @@ class Params:
         return Params(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
-_INTS = 5  # stream (seed until it arrives), branch, top_k, prompt_len, slot
+_INTS = 5  # stream (seed until it is sent), branch, top_k, prompt_len, slot
 _FLOATS = 6  # top_p, temperature, log_min_p, repetition, presence, frequency
 
 
@@ -86,8 +87,9 @@ class SlotTable:
         self._floats = np.zeros((slots, _FLOATS), np.float64)
         self._dirty: set[int] = set()
         self._allowed: dict[int, npt.NDArray[np.uint8]] = {}  # by slot: a bit for each token, lowest first
-        # Floats travel and rest as their bits, so that a slot is one row of one tensor.
-        self._rows = torch.zeros(slots, _INTS + _FLOATS, dtype=torch.int64, device=device)
+        # Floats travel and rest as their bits, so that a slot is one row of one tensor. Behind the slots one more row,
+        # which is greedy, for what pads a captured step.
+        self._rows = torch.zeros(slots + 1, _INTS + _FLOATS, dtype=torch.int64, device=device)
         self.bias_ids = PaddedLists(slots, torch.int64, 0, device)  # [slots, b]
         self.bias_values = PaddedLists(slots, torch.float32, 0.0, device)
         self.stop_ids = PaddedLists(slots, torch.int64, PAD, device)  # [slots, s]
@@ -104,7 +106,7 @@ class SlotTable:
         self._ints[slot] = (_to_int64(admit.seed), admit.branch, top_k, admit.prompt_len, slot)
         self._floats[slot] = (
             params.top_p if params.top_p < 1.0 else math.inf,
-            max(params.temperature, MIN_TEMPERATURE),
+            0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE),
             math.log(params.min_p) if params.min_p else -math.inf,
             params.repetition_penalty,
             params.presence_penalty,
@@ -133,22 +135,19 @@ class SlotTable:
         if self._dirty:
             slots = list(self._dirty)
             self._dirty.clear()
-            rows = to_device(np.concatenate([self._ints[slots], self._floats[slots].view(np.int64)], 1), self.device)
-            rows[:, 0] = streams(rows[:, 0], rows[:, 1])
-            self._rows.index_copy_(0, rows[:, _INTS - 1], rows)
+            rows = np.concatenate([self._ints[slots], self._floats[slots].view(np.int64)], 1)
+            rows[:, 0] = streams(torch.from_numpy(rows[:, 0]), torch.from_numpy(rows[:, 1]))
+            sent = to_device(rows, self.device)
+            self._rows.index_copy_(0, sent[:, _INTS - 1], sent)
 
     @property
     def numbers(self) -> torch.Tensor:
-        """All slots' numbers on the device: int64 [slots, words], floats as their bits."""
+        """All slots' numbers on the device: int64 [slots + 1, words], floats as their bits."""
         return self._rows
 
     def allowed(self, slots: Ints) -> npt.NDArray[np.uint8]:
         """Masks of these slots, all of which have one: uint8 [m, bytes]."""
         return np.stack([self._allowed[slot] for slot in slots.tolist()])
-
-    def wanted(self, slots: list[int]) -> Need:
-        """All that any of these slots may ask for."""
-        return Need(int(np.bitwise_or.reduce(self._needs[slots])) if slots else 0)
 
     def needs(self, slots: Ints, positions: Ints) -> Ints:
         """What each row asks for when it draws this position: a minimum length once reached is no more asked for."""
@@ -175,6 +174,11 @@ class PaddedLists:
         self._data = torch.full((slots, *[0] * dims), fill, dtype=dtype, device=device)
         self._waiting: dict[int, npt.NDArray[Any]] = {}
 
+    @property
+    def data(self) -> torch.Tensor:
+        """Of all slots: [slots, ...]"""
+        return self._data
+
     def put(self, slot: int, values: npt.NDArray[Any]) -> None:
         self._waiting[slot] = values
 
@@ -188,7 +192,8 @@ class PaddedLists:
         waiting, self._waiting = self._waiting, {}
         old = self._data
         longest = (max(sizes) for sizes in zip(*(values.shape for values in waiting.values()), strict=True))
-        shape = [max(have, _power_of_two(want)) for have, want in zip(old.shape[1:], longest, strict=True)]
+        wider = [max(have, _power_of_two(want)) for have, want in zip(old.shape[1:], longest, strict=True)]
+        shape = wider if wider == list(old.shape[1:]) else [max(MIN_WIDTH, width) for width in wider]
         if shape != list(old.shape[1:]):
             self._data = old.new_full((len(old), *shape), self._fill)
             _right_align(self._data, old)
@@ -206,8 +211,14 @@ def _right_align(target: Any, source: Any) -> None:
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Host to device without waiting: through pinned memory where there is a device to wait for."""
+    tensor = pinned(array, device)
+    return tensor.to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """In memory that this device reads by itself."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def _needs(params: SamplingParams, top_k: bool) -> Need:

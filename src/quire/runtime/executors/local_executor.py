@@ -232,7 +232,7 @@ class LocalExecutor:
             self._speculation, self.model, self._drafter, self._capacity, self._grammars, moves=moves
         )
         worker = self._new_worker()
-        head = SamplingHead(worker, self._grammars, speculation)
+        head = SamplingHead(worker, self._grammars, speculation, graphs=self._graphs)
         self._startup_s["KV pages"] = time.perf_counter() - began
         if self._graphs:
             began = time.perf_counter()

@@ -144,9 +144,9 @@ class LeadingWorker(ForwardWorker):
         self._processes = processes
         self._group = group
 
-    def forward(self, expanded: ExpandedPlan, *, greedy: bool) -> ForwardOutput:
+    def forward(self, expanded: ExpandedPlan, *, draws: bool) -> ForwardOutput:
         self._processes.send(Forward(expanded.plan, expanded.tree_rows))
-        return super().forward(expanded, greedy=greedy)
+        return super().forward(expanded, draws=draws)
 
     def store(self, slots: list[int], positions: list[int], token_ids: torch.Tensor) -> None:
         if not self._group.pipeline:  # later stages are given hidden states, and know no tokens

@@ -88,7 +88,7 @@ def follow(message: ToRank, worker: ForwardWorker, group: RankGroup) -> None:
         case Forward(plan, tree_rows):
             if group.heads_apart:  # others have the head, and the layers that are probed
                 plan = replace(plan, samples=[], probes=[])
-            output = worker.forward(ExpandedPlan(plan, [], tree_rows), greedy=False)
+            output = worker.forward(ExpandedPlan(plan, [], tree_rows), draws=False)
             for _ in () if group.heads_apart else output.prompt_logits:  # computed as they are read, by all ranks
                 pass
         case StoreSamples(slots, positions):

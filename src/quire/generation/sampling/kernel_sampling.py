@@ -1,0 +1,184 @@
+"""Sampling on a GPU by Triton kernels: draws, what is done to logits before, log-probabilities after.
+
+Draws alone are part of captured steps. The rest follows a step, and is captured by itself, since with a few kernels it
+takes the host longer to launch them than the device to run them:
+
+    logits, rows ──copied──► bias, minimum length, penalties ─► draw ─► log-probabilities     one launch
+
+Refuses to know: bad words, allowed tokens and grammars, which `sampler.py` does with torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from quire.generation.sampling.logprobs import LogprobTensors
+from quire.generation.sampling.slot_params import DRAWS, Ints, Need, SlotTable, pinned, to_device
+from quire.kernels.triton.adjust_kernels import BIAS, PENALTIES, STOPS, adjust, counting_memory, mask
+from quire.kernels.triton.draw_kernels import draw
+from quire.kernels.triton.logprob_kernels import logprobs
+from quire.kernels.triton.sampling_kernels import argmax
+
+log = logging.getLogger(__name__)
+
+ADJUSTED = {Need.BIAS: BIAS, Need.MIN_TOKENS: STOPS, Need.PENALTIES: PENALTIES}
+SAMPLED = int(DRAWS | Need.MIN_P | Need.BIAS | Need.MIN_TOKENS | Need.PENALTIES | Need.COUNTS | Need.LOGPROBS)
+
+
+class _Kind(NamedTuple):
+    rows: int
+    dtype: torch.dtype
+    adjusted: bool
+    width: int | None  # of the likeliest tokens wanted; None: no log-probabilities
+
+
+@dataclass
+class _Capture:
+    replay: Callable[[], Any]
+    drawn: torch.Tensor
+    scores: torch.Tensor | None  # as `logprobs` returns them
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _wider(top: int) -> int:
+    """Few widths, so that few kinds are captured."""
+    return next((width for width in (0, 5, 20) if top <= width), top)
+
+
+class KernelSampling:
+    def __init__(self, table: SlotTable, vocab_size: int, *, most: int, graphs: bool):
+        """At most so many rows are captured, if `graphs` may be."""
+        self.most = most
+        self._table = table
+        self._vocab = vocab_size
+        self._counts: torch.Tensor | None = None  # where penalties count
+        self._captures: dict[_Kind, _Capture] = {}
+        self._lists_captured: list[tuple[int, torch.Size]] = []  # where they were then
+        self._graphs = graphs
+        self._logits: dict[torch.dtype, torch.Tensor] = {}  # [rows, vocab], copied into
+        self._rows = torch.zeros(4 * _power_of_two(most), dtype=torch.int64, device=table.device)
+        self._pool: Any = None
+
+    def suits(self, needs: int) -> bool:
+        return not needs & ~SAMPLED
+
+    def draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Nothing of which is known to the host. [n, vocab], int64 [n], [n] → int64 [n]"""
+        return draw(logits, self._table.numbers, slots, positions)
+
+    def draw_rows(self, logits: torch.Tensor, slots: Ints, positions: Ints) -> torch.Tensor:
+        sent = to_device(np.stack([slots, positions]), logits.device)
+        return self.draw(logits, sent[0], sent[1])
+
+    def sample(
+        self, logits: torch.Tensor, needs: Ints, slots: Ints, positions: Ints, tokens: torch.Tensor, *, captured: bool
+    ) -> tuple[torch.Tensor, LogprobTensors | None]:
+        """Rows that this suits. `captured`: what is returned is read before the next call."""
+        what = np.zeros(len(needs), np.int64)
+        for need, bit in ADJUSTED.items():
+            what += np.where(needs & int(need), bit, 0)
+        scored = (needs & int(Need.LOGPROBS)) != 0
+        tops = np.where(scored, self._table.logprobs[slots], -1)
+        width = min(_wider(int(tops.max())), self._vocab) if scored.any() else None
+        table = np.stack([np.arange(len(needs)), slots, positions, what])
+        drawn, scores = self._run(logits, table, bool(what.any()), width, tokens, captured)
+        if scores is None:
+            return drawn, None
+        wanted: Any = slice(None) if scored.all() else to_device(np.flatnonzero(scored), logits.device)
+        each = [top if top >= 0 else None for top in tops.tolist()]
+        return drawn, LogprobTensors.of(drawn[wanted], scores[wanted], each)
+
+    def _run(
+        self,
+        logits: torch.Tensor,
+        table: Ints,
+        adjusted: bool,
+        width: int | None,
+        tokens: torch.Tensor,
+        captured: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """By a captured launch, where there is memory for it."""
+        rows = len(logits)
+        kind = _Kind(_power_of_two(rows), logits.dtype, adjusted, width)
+        capture = self._capture_of(kind, tokens) if captured and self._graphs else None
+        if capture is None:
+            return self._launch(logits, to_device(table, logits.device), adjusted, width, tokens)
+        padded = np.zeros((4, kind.rows), np.int64)
+        padded[0], padded[1] = np.arange(kind.rows), len(self._table.numbers) - 1  # which is greedy
+        padded[:, :rows] = table
+        self._logits[kind.dtype][:rows].copy_(logits)
+        self._table_of(kind).copy_(pinned(padded, self._table.device), non_blocking=True)
+        capture.replay()
+        scores = capture.scores
+        return capture.drawn[:rows], None if scores is None else scores[:rows]
+
+    def _table_of(self, kind: _Kind) -> torch.Tensor:
+        return self._rows[: 4 * kind.rows].view(4, kind.rows)
+
+    def _launch(
+        self, logits: torch.Tensor, table: torch.Tensor, adjusted: bool, width: int | None, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """table int64 [4, n]: index, slot, position, adjustments"""
+        numbers, adjustable = self._table.numbers, logits
+        if adjusted:
+            adjustable = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            adjust(adjustable, table, numbers, *self._lists, tokens, self._counting)
+        drawn = draw(adjustable, numbers, table[1], table[2])
+        return drawn, None if width is None else logprobs(logits, drawn, width)
+
+    @property
+    def _lists(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._table.bias_ids.data, self._table.bias_values.data, self._table.stop_ids.data
+
+    @property
+    def _counting(self) -> torch.Tensor:
+        if self._counts is None:
+            self._counts = counting_memory(self._vocab, self._table.device)
+        return self._counts
+
+    def _capture_of(self, kind: _Kind, tokens: torch.Tensor) -> _Capture | None:
+        """Recorded as it is first met, and again when lists have moved because one grew."""
+        lists = [(tensor.data_ptr(), tensor.shape) for tensor in (*self._lists, tokens)]
+        if lists != self._lists_captured:
+            self._captures.clear()
+            self._lists_captured, self._pool = lists, None
+        if kind not in self._captures:
+            try:
+                self._captures[kind] = self._record(kind, tokens)
+            except torch.OutOfMemoryError:
+                log.warning("no device memory to capture sampling; its kernels are launched one by one")
+                self._graphs = False
+                self._captures.clear()
+                self._logits.clear()
+        return self._captures.get(kind)
+
+    def _record(self, kind: _Kind, tokens: torch.Tensor) -> _Capture:
+        if kind.dtype not in self._logits:
+            shape = _power_of_two(self.most), self._vocab
+            self._logits[kind.dtype] = torch.zeros(shape, dtype=kind.dtype, device=self._table.device)
+        given = self._logits[kind.dtype][: kind.rows], self._table_of(kind).zero_(), kind.adjusted, kind.width, tokens
+        self._launch(*given)  # memory that outlasts the launch is there then
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            drawn, scores = self._launch(*given)
+        return _Capture(graph.replay, drawn, scores)
+
+    def warm_up(self) -> None:
+        """Launch each of the kernels, so that they are compiled before the first request."""
+        slot = torch.zeros(1, dtype=torch.int64, device=self._table.device)
+        for dtype in (torch.float32, torch.bfloat16):
+            logits = torch.zeros(1, self._vocab, dtype=dtype, device=slot.device)
+            argmax(logits)
+            self._launch(logits, slot.new_zeros(4, 1), False, 1, slot)
+        adjust(logits.float(), slot.new_zeros(4, 1), self._table.numbers, *self._lists, *[slot.int()[None]] * 2)
+        mask(logits.float(), slot, slot.new_zeros(1, -(-self._vocab // 8), dtype=torch.uint8))
