@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -62,17 +63,34 @@ def score_rows(logits: torch.Tensor, targets: torch.Tensor, tops: Sequence[int |
         from quire.kernels.triton.logprob_kernels import logprobs
 
         return LogprobTensors.of(targets, logprobs(logits, targets, width), tops)
-    chosen = targets.unsqueeze(-1)  # [m, 1]
-    likelihoods = logits.log_softmax(-1)
-    top_ids = top_k_tokens(logits, width)[1] if width else chosen[:, :0]
+    chosen = logits.gather(-1, targets.unsqueeze(-1))  # [m, 1]
+    top_logits, top_ids = top_k_tokens(logits, width) if width else (chosen[:, :0], targets[:, None][:, :0])
+    best, mass, ranks = _measured(logits, chosen)
     return LogprobTensors(
         tokens=targets,
-        logprobs=likelihoods.gather(-1, chosen).squeeze(-1),
-        ranks=(logits > logits.gather(-1, chosen)).sum(-1) + 1,
+        logprobs=((chosen - best) - mass).squeeze(-1),
+        ranks=ranks,
         top_ids=top_ids,
-        top_logprobs=likelihoods.gather(-1, top_ids),
+        top_logprobs=(top_logits - best) - mass,
         tops=tops,
     )
+
+
+def _measured(logits: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each row its largest logit, the logarithm of its mass against that, and the rank of the chosen logit.
+    [m, vocab], [m, 1] → [m, 1], [m, 1], int64 [m]"""
+    if logits.is_cuda:
+        best = logits.amax(-1, keepdim=True)
+        return best, (logits - best).exp_().sum(-1, keepdim=True).log_(), (logits > chosen).sum(-1) + 1
+    # torch counts truths one by one, and writes each step of a softmax to memory: numpy does not, row by row
+    found = np.empty((3, len(logits)), np.float64)
+    with np.errstate(all="ignore"):  # where nothing is possible, nothing is likely
+        for column, row, one in zip(found.T, logits.numpy(), chosen.squeeze(-1).tolist(), strict=True):
+            top = row.max()
+            relative = row - top
+            column[:] = top, np.log(np.exp(relative, out=relative).sum()), np.count_nonzero(row > one) + 1
+    best, mass = torch.from_numpy(found[:2]).float().unsqueeze(-1)
+    return best, mass, torch.from_numpy(found[2]).long()
 
 
 def join(parts: Sequence[tuple[LogprobTensors | None, int]]) -> LogprobTensors | None:
