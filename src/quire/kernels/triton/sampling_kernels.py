@@ -102,7 +102,8 @@ def load_logits(row_ptr, ids, inside):
 
 @triton.jit
 def kth(places, inside, k, low, high):
-    """The k-th largest of those inside, known to lie between: three cuts at a time, counted in one sum."""
+    """The k-th largest of those inside, known to lie between; `low`, if there are fewer. Three cuts at a time are
+    counted in one sum."""
     low, high = low.to(tl.int64), high.to(tl.int64)
     while low < high:
         step = (high - low + 3) >> 2
