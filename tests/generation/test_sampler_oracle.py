@@ -39,7 +39,7 @@ def test_repetition_penalty(penalty: float) -> None:
     logits, history = torch.randn(5, 200), torch.randint(0, 200, (5, 64), dtype=torch.int32)
     want = RepetitionPenaltyLogitsProcessor(penalty)(history.long(), logits.clone())
     params, positions = numbers(5, repetition=penalty), torch.full((5,), 64)
-    processors.apply_penalties(logits, torch.arange(5), params, history, positions, counts=False)
+    processors.apply_penalties(logits, torch.arange(5), params, history, positions, counts=None)
     assert torch.equal(logits, want)
 
 

@@ -54,7 +54,7 @@ def apply_penalties(
     history: torch.Tensor,  # int32 [m, length]: tokens from the start of each slot
     positions: torch.Tensor,  # int64 [m]: known tokens; what history holds beyond them is ignored
     *,
-    counts: bool,  # whether any row has a presence or frequency penalty
+    counts: torch.Tensor | None,  # [m or more, vocab], zeros, to count in; None: no row has what needs counts
 ) -> None:
     """Repetition over all known tokens, then frequency and presence over those after the prompt."""
     at = torch.arange(history.shape[-1], device=history.device)
@@ -63,9 +63,11 @@ def apply_penalties(
     flat = _flat(logits, rows, ids)
     values = logits.view(-1)[flat].view_as(ids)
     values = torch.where(values > 0, values / params.repetition, values * params.repetition)
-    if counts:
+    if counts is not None:
         produced = (known & (at >= params.prompt_len)).to(logits.dtype)
-        seen = logits.new_zeros(len(ids), logits.shape[-1]).scatter_add_(1, ids, produced).gather(1, ids)
+        counted = counts[: len(ids)].scatter_add_(1, ids, produced)
+        seen = counted.gather(1, ids)
+        counted.scatter_(1, ids, 0.0)
         values = values - params.frequency * seen - params.presence * (seen > 0)
     logits.view(-1).scatter_(0, flat, values.view(-1))
 

@@ -78,6 +78,8 @@ class Sampler:
         """`draw`: compiled code for all draws, in place of torch's; on a GPU Triton kernels are, captured if `graphs`
         may be."""
         self._compiled = draw
+        self._vocab = vocab_size
+        self._rooms: dict[str, torch.Tensor] = {}
         self._table = SlotTable(slots=slots, vocab_size=vocab_size, device=device)
         self._kernels: KernelSampling | None = None
         if why_not(device) is None:
@@ -183,7 +185,7 @@ class Sampler:
         """A copy with allowed tokens, logit bias, bad words, minimum length, penalties and grammars applied, in this
         order."""
         table = self._table
-        logits = logits.clone(memory_format=torch.contiguous_format)
+        logits = self._room("processed", len(logits)).copy_(logits)
         if rows := passes.get(Need.ALLOWED):
             processors.apply_masks(logits, rows.index, to_device(table.allowed(rows.host_slots), table.device))
         if rows := passes.get(Need.BIAS):
@@ -198,11 +200,22 @@ class Sampler:
         if rows := passes.get(Need.PENALTIES):
             known = tokens[:, : rows.host_positions.max()].index_select(0, rows.slots)
             params = table.params(rows.slots)
-            processors.apply_penalties(logits, rows.index, params, known, rows.positions, counts=rows.any(Need.COUNTS))
+            counts = self._room("counts", len(known)) if rows.any(Need.COUNTS) else None
+            processors.apply_penalties(logits, rows.index, params, known, rows.positions, counts=counts)
         if rows := passes.get(Need.GRAMMAR):
             assert masks is not None, "a slot with a grammar needs its mask"
             processors.apply_masks(logits, rows.index, to_device(masks, table.device))
         return logits
+
+    def _room(self, name: str, rows: int) -> torch.Tensor:
+        """Zeros at first: float32 [rows, vocab]. On a CPU it is kept, for memory that is new each time takes the system
+        longer to hand out than what is done in it."""
+        if self._table.device.type != "cpu":
+            return torch.zeros(rows, self._vocab, device=self._table.device)
+        kept = self._rooms.get(name)
+        if kept is None or len(kept) < rows:
+            kept = self._rooms[name] = torch.zeros(rows, self._vocab)
+        return kept[:rows]
 
     def _draw_all(self, logits: torch.Tensor, needs: Ints, slots: Ints, positions: Ints) -> torch.Tensor | None:
         """All draws by compiled code; None: torch draws."""
