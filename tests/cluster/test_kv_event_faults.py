@@ -15,7 +15,7 @@ from quire.engine import kv_event_publisher
 from quire.engine.kv_event_publisher import KVEventPublisher
 
 PAGE = struct.pack("1024q", *range(100_000, 101_024))  # tokens of a page, about 5 kB in an event
-PAGES = 6000
+PAGES = 12000
 
 
 @pytest.mark.parametrize("fault", ["cut off", "reads nothing"])
