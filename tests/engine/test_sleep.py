@@ -1,6 +1,7 @@
 """Sleeping on a CPU: memory is given back, and whoever asks next gets the answer they would have got."""
 
 import gc
+import shutil
 import weakref
 
 import pytest
@@ -91,6 +92,21 @@ def test_level_2_gives_up_what_level_1_had_kept(dense_model, monkeypatch):
         llm.sleep()
         llm.sleep(level=2)
         assert not any(ref() is not None for ref in weights)
+
+
+def test_a_model_that_changed_meanwhile_is_not_woken(dense_model, tmp_path):
+    """Its files are opened again: pages and answers of the one before would be taken for its own."""
+    model = shutil.copytree(dense_model, tmp_path / "model")
+    weights = model / "model.safetensors"
+    before = weights.read_bytes()
+    with LLM(str(model), kv_memory="32M", **FORMS["torch"]) as llm:
+        first = llm.generate(PROMPT, PARAMS)[0].outputs[0]
+        llm.sleep(2)
+        weights.write_bytes(before[:-64] + bytes(64))
+        with pytest.raises(ConfigError, match="its files were changed"):
+            llm.wake()
+        weights.write_bytes(before)
+        assert llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids == first.token_ids
 
 
 def test_a_wake_does_not_run_the_largest_step_again(dense_model, monkeypatch):

@@ -126,7 +126,8 @@ class LocalExecutor:
             how = (*how, resolved.quantize)
         if ranks is not None:
             how = (*how, ranks.rank, ranks.size)
-        self.kind = fingerprint(source, repr(how), weights=not model.random_weights).hex()
+        self._fingerprint = partial(fingerprint, how=repr(how), weights=not model.random_weights)
+        self.kind = self._fingerprint(source).hex()
         self._tiers = self._open_tiers(options.cache)
         tiers, naming = tuple(self._tiers.specs), self._tiers.naming
         self._capacity = replace(self._capacity, tiers=tiers, naming=naming, layerwise=True)
@@ -326,6 +327,10 @@ class LocalExecutor:
     def _load_again(self, progress: Progress) -> None:
         """As at the start; what was computed by the first model holds for this one, which is the same."""
         source = self._reopened()
+        if self._fingerprint(source).hex() != self.kind:
+            raise ConfigError(
+                f"{self._name} is not what it was when this engine started: its files were changed; start anew"
+            )
         self.model, self._unloaded = self._load(source, progress=progress), False
         if self._kivi:
             self.model.rescale_keys(key_factors(self.model))
