@@ -3,11 +3,15 @@
 import json
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from quire import LLM
+from quire.bench import product_measuring
 from quire.bench import speculation_bench as spec
 from quire.cli.main import app
+from quire.engine.link import LocalLink
+from quire.kernels.product_choices import ProductChoices, Shape
 from quire.types.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("default_model")
@@ -104,3 +108,25 @@ def test_sampling(bench):
     assert "temperature=0.7 top_p=0.9" in text
     with pytest.raises(ConfigError, match="no such form of sampling: 'warm'; there are greedy, temperature"):
         bench("sampling", "--forms", "warm")
+
+
+def test_products(bench, monkeypatch):
+    """On a machine that has none to choose from: only with what an engine does there made up."""
+    words = ("--max-seqs", "2", "--kv-memory", "64M")
+    with pytest.raises(ConfigError, match="by an engine of one GPU"):
+        bench("products", *words)
+
+    class Link(LocalLink):
+        def __init__(self, core, info):
+            super().__init__(core, replace(info, device="cuda:0"))
+            left = iter([True, True, False])
+            core.executor.idle = lambda quiet: quiet and next(left)
+
+    monkeypatch.setattr("quire.engine.link.LocalLink", Link)
+    known = ProductChoices("chip", 1)
+    known.put(Shape(2, 576, 576, 8), "library")
+    monkeypatch.setattr(product_measuring, "choices", lambda device: known)
+    monkeypatch.setattr(product_measuring, "matrices", lambda model: {(2, 576, 576)})
+    found, text = bench("products", *words, "--dtype", "bfloat16")
+    assert found["choices"] == ["products 576 x 576: measured for 1 numbers of rows: 1 as the library prefers"]
+    assert found["choices"][0] in text and 0 <= found["longest_piece_s"] <= found["seconds"]

@@ -188,3 +188,44 @@ def test_what_a_start_leaves_for_later_is_captured_when_met_or_idle(no_gpu):
     left = len(everything) - len(ran)
     assert [steps.capture_next() for _ in range(left)] == [True] * (left - 1) + [False]
     assert set(ran) == everything and len(ran) == len(everything) and not steps.capture_next()
+
+    ran.clear()  # other kernels are chosen for 64 tokens or rows
+    stale = steps._captures[64, 64, False]
+    steps.renew({64})
+    outdated = {key for key in everything if 64 in key[:2]}
+    steps.replay((64, 64), np.zeros((7, 64), np.int64), staging)
+    assert not ran and stale.replay.__self__.replays == 1, "until it is recorded again the old one serves"
+    assert [steps.capture_next() for _ in outdated] == [True] * (len(outdated) - 1) + [False]
+    assert set(ran) == outdated and len(ran) == len(outdated) and steps._captures[64, 64, False] is not stale
+
+
+@pytest.mark.parametrize("after", [9.9, 10.0])
+def test_a_step_by_other_kernels_stays_if_it_is_faster(after, no_gpu, monkeypatch):
+    pytest.importorskip("triton")
+    ran, cpu = [], torch.device("cpu")
+
+    def forward(rows, tokens, counts, kv_lens, lists):
+        ran.append((tokens, len(counts)))
+        return StepOutput(torch.zeros(len(counts), 3), torch.zeros(len(counts)), torch.zeros(len(counts), 2))
+
+    steps = CapturedSteps(
+        forward, max_rows=70, max_kv=64, max_tokens=512, null_slot=70, device=cpu, warmups=[lambda *_: None]
+    )
+    steps.capture(beside=[])
+    staging = Staging(cpu, 1)
+    staging.rotate()
+    steps.replay((24, 24), np.ones((7, 24), np.int64), staging)
+    old, compared = steps._captures[24, 24, False], []
+
+    def replay_ms(replays):
+        assert old.inputs.rows[0].tolist() == [70] * 24, "no slot of a request is written"
+        compared.append(replays)
+        return [10.0, after]
+
+    monkeypatch.setattr(captured, "replay_ms", replay_ms)
+    ran.clear()
+    assert steps.try_again(24) == (after < 10) and ran == [(24, 24)]
+    assert compared == [[old.replay, compared[0][1]]]
+    assert (steps._captures[24, 24, False] is old) == (after == 10)
+    assert steps.try_again(384) == (after < 10) and ran[-1] == (384, 71), "of several the one with the most rows"
+    assert not steps.try_again(23) and len(ran) == 2, "there is no step of such a size"

@@ -4,30 +4,23 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from ctypes import c_void_p
+from functools import partial
 
 import pytest
 import torch
 
+from quire.kernels import product_choices
 from quire.kernels.library import cublas
-from quire.runtime.capture import row_buckets
+
+KERNEL = cublas.Algorithm(20, 3, 1)
 
 
-def shapes():
-    return [(torch.bfloat16 if element == 2 else torch.float8_e4m3fn, *rest) for element, *rest in cublas._table()]
-
-
-def test_without_the_library_the_caller_is_told(monkeypatch):
+def test_without_the_library_the_caller_is_told():
     x = torch.zeros(4, 8)
-    table = dict.fromkeys([(2, 4, 8, 4), (4, 4, 8, 4)], cublas.Algorithm(20, 3, 1))
-    monkeypatch.setattr(cublas, "_table", lambda: table)
-    assert cublas.matmul(x, x) is None  # not 16 bits
-    assert cublas.matmul(x.bfloat16(), x.bfloat16()) is None  # not on a GPU
-
-
-def test_what_the_table_names_is_what_steps_have():
-    sizes = {*row_buckets(1024), 2048, 4096, 8192}
-    assert {rows for *_, rows in shapes()} <= sizes
-    assert (torch.bfloat16, 4096, 14336) in {shape[:3] for shape in shapes()}
+    assert cublas.matmul(x, x, KERNEL) is None  # not 16 bits
+    assert cublas.matmul(x.bfloat16(), x.bfloat16(), KERNEL) is None  # not on a GPU
+    assert cublas.offers(x, x) == [] == cublas.offers(x.bfloat16(), x.bfloat16())
+    assert cublas.version(torch.device("cpu")) == 0
 
 
 class FakeLibrary:
@@ -93,14 +86,13 @@ def library(monkeypatch):
     cublas._product.cache_clear()
 
 
-def test_threads_do_not_launch_with_the_scales_of_another(library, monkeypatch):
-    monkeypatch.setattr(cublas, "_table", lambda: {(1, 16, 8, 4): cublas.Algorithm(31, 2, 4)})
+def test_threads_do_not_launch_with_the_scales_of_another(library):
     weight, inputs = torch.zeros(16, 8).to(torch.float8_e4m3fn), torch.zeros(2, 4, 8).to(torch.float8_e4m3fn)
     scales = torch.ones(2, 4)
 
     def run(thread: int, times: int = 200) -> None:
         for _ in range(times):
-            cublas.matmul(inputs[thread], weight, scales=(scales[thread], torch.ones(16)))
+            cublas.matmul(inputs[thread], weight, cublas.Algorithm(31, 2, 4), scales=(scales[thread], torch.ones(16)))
 
     run(0, 1)  # one product for both: the library here has one description
     with ThreadPoolExecutor(2) as threads:
@@ -110,32 +102,33 @@ def test_threads_do_not_launch_with_the_scales_of_another(library, monkeypatch):
 
 
 @pytest.mark.parametrize("eight", [False, True])
-def test_what_is_asked_of_the_library(eight, library, monkeypatch):
+def test_what_is_asked_of_the_library(eight, library):
     dtype = torch.float8_e4m3fn if eight else torch.bfloat16
     wanted = {1: (31, 2, 4), 2: (201,), 3: (404, 5, 5), 4: (197,)}  # known, offered, not known, not offered
-    table = {(1 if eight else 2, 16, 8, rows): cublas.Algorithm(*key) for rows, key in wanted.items()}
-    monkeypatch.setattr(cublas, "_table", lambda: table)
     weight, found = torch.zeros(16, 8).to(dtype), {}
-    for rows in range(1, 6):
+    for rows, key in wanted.items():
+        multiply = partial(cublas.matmul, algorithm=cublas.Algorithm(*key))
         x, stream = torch.zeros(rows, 8).to(dtype), torch.zeros(rows, 16, dtype=torch.bfloat16)
         scales = (torch.ones(rows), torch.ones(16)) if eight else None
-        assert cublas.matmul(x, weight, scales=None if eight else (x, x)) is None
-        assert cublas.matmul(x, weight, residual=stream.float(), scales=scales) is None
-        found[rows] = cublas.matmul(x, weight, scales=scales)
+        assert multiply(x, weight, scales=None if eight else (x, x)) is None
+        assert multiply(x, weight, residual=stream.float(), scales=scales) is None
+        found[rows] = multiply(x, weight, scales=scales)
         if eight and found[rows] is not None:
             given = library.described[cublas.B_SCALE], library.described[cublas.A_SCALE]
             assert given == tuple(scale.data_ptr() for scale in scales), "x is B there, the weight is A"
-        added = cublas.matmul(x, weight, residual=stream, scales=scales)
+        added = multiply(x, weight, residual=stream, scales=scales)
         assert added is (None if found[rows] is None else stream)
     assert [rows for rows, out in found.items() if out is not None] == [1, 2]
     assert found[1].shape == (1, 16) and found[1].dtype == torch.bfloat16
+    assert cublas.offers(x, weight) == [cublas.Algorithm(*each) for each in library.offered]
     assert library.ran == [((31, 2, 4), 0, 4), ((31, 2, 4), 1, 4), ((201, 5, 2), 0, 0), ((201, 5, 2), 1, 0)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_named_kernels_give_the_product():
     torch.manual_seed(0)
-    for dtype, outputs, width, rows in shapes():
+    for (element, outputs, width, rows, _), choice in product_choices._shipped().items():
+        dtype = torch.bfloat16 if element == 2 else torch.float8_e4m3fn
         x, weight = (torch.randn(n, width, device="cuda").bfloat16() for n in (rows, outputs))
         scales = None
         if dtype != torch.bfloat16:
@@ -147,8 +140,8 @@ def test_named_kernels_give_the_product():
         stream = torch.randn(rows, outputs, device="cuda").bfloat16()
         before = stream.clone().float()
         for residual, wanted in ((None, expected), (stream, expected + before)):
-            got = cublas.matmul(x, weight, residual=residual, scales=scales)
+            got = cublas.matmul(x, weight, choice, residual=residual, scales=scales)
             if got is None:
-                assert cublas._open(x.device) is None, (dtype, outputs, width, rows)
+                assert not product_choices.choices(x.device)._known, (dtype, outputs, width, rows)
                 continue
             assert (got.float() - wanted).norm() < 0.005 * wanted.norm(), (dtype, outputs, width, rows)

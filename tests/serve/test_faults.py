@@ -74,7 +74,7 @@ class Running:
         families = text_string_to_metric_families(httpx.get(f"{self.admin}/metrics", timeout=60).text)
         return next(s.value for family in families for s in family.samples if s.name == name)
 
-    def idle(self) -> bool:
+    def idle(self, *, quiet: bool) -> bool:
         names = ("quire_requests_inflight", "quire_num_requests_running", "quire_kv_cache_usage_perc")
         return self.ready() and not any(map(self.metric, names))
 

@@ -60,7 +60,7 @@ def calibrate(link: LocalLink, *, longest: int, most: int, rounds: int, seed: in
     """Prompts of up to `longest` tokens, up to `most` sequences at once."""
     core = link.core
     run_workload(link, workloads.fixed(2, 32, 4, seed=seed, vocab=link.info.vocab_size))  # first-use costs
-    while core.executor.idle():
+    while core.executor.idle(quiet=True):
         pass  # steps are measured as they are once a start's work is done
     times = StepTimes(core.capacity.captured)
     core.scheduler.sequences.register(*core.scheduler.sequences.features, times)

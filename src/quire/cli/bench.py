@@ -17,6 +17,7 @@ from quire.cli.bench_lora import lora
 from quire.cli.bench_memory import register
 from quire.cli.bench_needle import needle
 from quire.cli.bench_perplexity import perplexity
+from quire.cli.bench_products import products
 from quire.cli.bench_sampling import sampling
 from quire.cli.bench_serve import serve
 from quire.cli.bench_simulation import register as register_simulation
@@ -297,6 +298,7 @@ app.command()(evict)
 app.command()(lora)
 app.command()(sampling)
 app.command()(perplexity)
+app.command()(products)
 app.command()(needle)
 register(app)
 register_simulation(app)

@@ -192,9 +192,9 @@ class EngineCore:
         except Exception as error:
             self._recover(error)
 
-    def idle(self) -> bool:
-        """Nothing came, either: whether the executor has more to do at such a time."""
-        return not self._sleep_level and self.executor.idle()
+    def idle(self, *, quiet: bool) -> bool:
+        """Nothing came, either: whether the executor has more to do now. `quiet`: nothing has for a while."""
+        return not self._sleep_level and self.executor.idle(quiet=quiet)
 
     def _recover(self, error: Exception) -> list[TokenEvent]:
         """End all requests with an error and start clean; give up when that does not help."""

@@ -54,6 +54,7 @@ from quire.types.parent_watch import end_with_parent
 log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 250
+QUIET_S = 1.0  # without work, from which on there is time for what nobody waits for
 AHEAD_S = 0.1  # seconds that a process with all imports waits for its options before it knows that it is a spare
 HEARTBEAT_INTERVAL_S = 0.5  # seconds of silence before a heartbeat
 CHECK_INTERVAL_S = 1.0  # seconds of idleness between looks whether all is in order
@@ -174,13 +175,16 @@ class EngineProcess:
 
     def serve(self, core: EngineCore) -> bool:
         """Step while there is work, listen always. Whether another process is to follow this one."""
-        checked = 0.0
+        checked, worked = 0.0, time.monotonic()
         core.on_progress = self.show_life
         while True:
             self._stay_joined(core)
             if not core.busy:
                 core.settle()
-            idle = not core.busy and self._waits(0 if core.idle() else IDLE_POLL_MS)
+            if core.busy:
+                worked = time.monotonic()
+            quiet = time.monotonic() - worked > QUIET_S
+            idle = not core.busy and self._waits(0 if core.idle(quiet=quiet) else IDLE_POLL_MS)
             if idle and time.monotonic() - checked > CHECK_INTERVAL_S:
                 core.scheduler.check()  # no request is left: time to look whether all is in order
                 tidy()

@@ -15,9 +15,10 @@ met.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,8 @@ PREFIX_ROWS = (32, 64, 128, 256, 512, 1024)  # sizes captured for rows that shar
 MIXED_TOKENS = (64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536)
 MIXED_ROWS = (8, 32, 64, 128, 256, 384, 512)  # at most so many rows in them
 FIRST_ROWS = 8  # steps of so few rows are captured before the first request
+REPLAYS = 5  # of two steps that are compared
+MAX_STEP_RATIO = 0.998  # of the time of the step before, of one that takes its place
 Key = tuple[int, int, bool]  # tokens, rows, whether rows share prefixes
 
 
@@ -103,7 +106,8 @@ class CapturedSteps:
         largest = max_tokens if waste_cell is None else 0
         self.mixed_sizes = [(t, rows) for t in MIXED_TOKENS if t <= largest for rows in self._mixed_rows(t)]
         self._captures: dict[Key, _Capture] = {}
-        self._pool: Any = None
+        self._outdated: set[Key] = set()
+        self.pool: Any = None  # of the memory that all of them work in
 
     @property
     def ready(self) -> bool:
@@ -117,8 +121,9 @@ class CapturedSteps:
         `within`: steps whose memory these take too; never are two of them replayed at a time."""
         if not self.ready and why_not(self._device) is None:
             self._compile(beside)
-        self._pool = torch.cuda.graph_pool_handle() if within is None else within._pool
+        self.pool = torch.cuda.graph_pool_handle() if within is None else within.pool
         self._captures.clear()
+        self._outdated.clear()
         keys = self._keys()
         largest = {(tokens == rows, shared): (tokens, rows, shared) for tokens, rows, shared in reversed(keys)}.values()
         for key in keys:
@@ -127,11 +132,29 @@ class CapturedSteps:
         torch.cuda.synchronize()
 
     def capture_next(self) -> bool:
-        """Record the smallest of those that were left for later; whether there are more."""
-        left = [key for key in self._keys() if key not in self._captures]
+        """Record the smallest of those that were left for later, or are outdated; whether there are more."""
+        left = [key for key in self._keys() if key not in self._captures or key in self._outdated]
         if left:
-            self._capture_of(min(left))
+            self._captures[min(left)] = self._record(*min(left))
+            self._outdated.discard(min(left))
         return len(left) > 1
+
+    def renew(self, sizes: Collection[int]) -> None:
+        """Have steps of so many tokens or rows recorded again: other kernels were chosen for them."""
+        self._outdated |= {key for key in self._captures if not {*key[:2]}.isdisjoint(sizes)}
+
+    def try_again(self, size: int) -> bool:
+        """Record a step of so many tokens anew, with kernels that were chosen since, and keep it if it is the faster
+        one."""
+        key = max((key for key in self._keys() if key[0] == size and not key[2]), default=None)
+        if key is None:
+            return False
+        old, new = self._capture_of(key), self._record(*key)
+        old.inputs.rows.copy_(new.inputs.rows)  # it has rows of requests, whose slots others may have by now
+        before, after = replay_ms([old.replay, new.replay])
+        if faster := after < MAX_STEP_RATIO * before:
+            self._captures[key] = new
+        return faster
 
     def _keys(self) -> list[Key]:
         """Of all captures, those without shared prefixes first, the largest first."""
@@ -226,10 +249,24 @@ class CapturedSteps:
         self._step(self._warmups[-1], tokens, rows, inputs)  # compiles kernels, sizes workspaces outside the capture
         graph = torch.cuda.CUDAGraph()
         # Only this thread may not wait for the device meanwhile: others move pages
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             output: StepOutput = self._step(self._forward, tokens, rows, inputs)
         output = StepOutput(*(_borrowed(tensor) for tensor in (output.logits, output.drawn, output.hidden)))
         return _Capture(inputs, output, graph.replay)
+
+
+def replay_ms(replays: Sequence[Callable[[], Any]]) -> list[float]:
+    """Milliseconds that each takes on the device, in turn."""
+    times: list[list[float]] = [[] for _ in replays]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(REPLAYS):
+        for replay, found in zip(replays, times, strict=True):
+            begin.record()
+            replay()
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end))
+    return [median_low(found) for found in times]
 
 
 class _BorrowedMemory:

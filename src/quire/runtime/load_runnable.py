@@ -11,6 +11,7 @@ from quire.model.loading.load import Progress
 from quire.model.quantization.fp8 import Fp8Scheme
 from quire.model.ranks import Ranks
 from quire.runtime.hardware import DTYPES, Hardware, Resolved
+from quire.runtime.product_search import known_products
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 from quire.types.sampling_params import least_sparse_pages
@@ -34,11 +35,14 @@ def load_runnable(
     if 0 < cache.sparse_pages < least_sparse_pages(cache.page_size):
         least = least_sparse_pages(cache.page_size)
         raise ConfigError(f"sparse_pages must be 0 or at least {least} with pages of {cache.page_size} tokens")
-    if not hardware.gpu:
+    device = torch.device(resolved.device)
+    if hardware.gpu:
+        known_products(device)
+    else:
         torch.set_num_threads(resolved.threads)
     model = load_model(
         source,
-        device=torch.device(resolved.device),
+        device=device,
         dtype=DTYPES[resolved.dtype],
         random_weights=options.model.random_weights,
         length=options.model.max_model_len,

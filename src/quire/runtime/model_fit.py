@@ -27,6 +27,7 @@ from quire.model import (
 from quire.model.blocks.context_stages import CONTEXT_ATTENTION, ContextStages
 from quire.model.blocks.fused import choose_stages
 from quire.model.compiled import refusal
+from quire.model.decoder import Model
 from quire.model.decoder_spec import Experts
 from quire.model.families.registry import read_family
 from quire.model.loading.keep_quantised import can_keep
@@ -35,6 +36,7 @@ from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.fp8 import Fp8Scheme
 from quire.runtime.capacity import GIB, kv_capacity, kv_layout, working_memory
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, probe, resolve
+from quire.runtime.product_search import known_products, matrices
 from quire.runtime.rank_options import check_ranks
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, ModelFileError
@@ -152,7 +154,11 @@ def _weights(
         described, kinds = [CONTEXT_ATTENTION], ContextStages.kv_kinds
     else:
         stages = choose_stages(spec, device)
-        described, kinds = stages.describe(Fp8Scheme() if decisions.fp8 else DenseScheme()), stages.kv_kinds
+        multiplied = Fp8Scheme() if decisions.fp8 else DenseScheme()
+        described, kinds = stages.describe(multiplied), stages.kv_kinds
+        if device.type == "cuda" and options.device.ranks == 1 and not options.device.invariant:
+            model = Model(spec, device=torch.device("meta"), dtype=dtype, scheme=multiplied)
+            described += known_products(device).describe(matrices(model))
     kernels = [f"decoder: not the compiled one, {refused}", *described]
     form = "fp8" if decisions.fp8 else "int4" if decisions.quantize == "int4" else decisions.dtype
     return weights, form, kernels, decisions.dtype, (decisions.dtype, *kinds)

@@ -19,6 +19,7 @@ from quire.generation.drafting.speculation import ExpandedPlan, TreeRow
 from quire.generation.sampling.top_k import argmax_tokens
 from quire.kernels.attention_backend import NO_TREE, Batch, LayerObserver, Paths
 from quire.kernels.hidden_state_tap import HiddenStateTap
+from quire.kernels.product_choices import CHUNKS
 from quire.kernels.state_views import single_tokens
 from quire.model import KVViews, Runnable, allocate_kv
 from quire.model.blocks.class_head import ClassHeadBlock
@@ -39,6 +40,7 @@ from quire.types.plan import Capacity, Probe, StepPlan
 MAX_CAPTURED_DRAFT_ROWS = 512  # steps with drafts are captured up to here
 SHORT_PROMPT_TOKENS = 512  # rows up to this are attended from pages, whatever else they are
 GATHERED_BYTES = 256 << 20  # of pages that are read or written at once
+SKETCHES = 3  # of a step that is timed: as many layers as queue up
 PROMPT_LOGITS_ROWS = 64  # logits held at once for prompt log-probabilities
 
 
@@ -124,9 +126,20 @@ class ForwardWorker:
         return self._captured.ready
 
     @property
+    def capture_pool(self) -> Any:
+        """Of memory, for whoever works while no step does."""
+        return self._captured.pool
+
+    @property
     def captured_sizes(self) -> tuple[tuple[int, int], ...]:
         """(tokens, rows) that steps with rows of several tokens are padded to."""
         return tuple(self._captured.mixed_sizes) if self.captures_ready else ()
+
+    @property
+    def product_sizes(self) -> set[int]:
+        """Numbers of rows in products of captured steps, and some of larger ones."""
+        fixed = {size for pair in self._captured.sizes() for size in pair}
+        return fixed | {size for size in CHUNKS if size <= self.capacity.max_batch_tokens}
 
     def tap_hidden_states(self, layers: tuple[int, ...] | None) -> None:
         """Forward passes return hidden states after these layers and the last; None: none at all. Steps captured
@@ -183,6 +196,26 @@ class ForwardWorker:
         if self._unprepared and self._warmup_model is not None:
             self._warmup_model.attention(self._null_batch([self._unprepared.pop(0)])[1], self._kv)
         return bool(self._unprepared)
+
+    @torch.inference_mode()
+    def try_again(self, tokens: int) -> bool:
+        """Whether a step of so many is faster by the kernels that are chosen now; else it stays as it was captured."""
+        return self._captured.try_again(tokens)
+
+    @torch.inference_mode()
+    def sketch_step(self, tokens: int) -> None:
+        """Some layers of a large step, in the null slot, until the device has done them."""
+        whole, rest = divmod(tokens, min(tokens, self.capacity.longest))
+        counts = [min(tokens, self.capacity.longest)] * whole + [rest] * (rest > 0)
+        for _ in range(SKETCHES):
+            self._null_step(self._warmup_model or self.model, counts)
+        torch.cuda.synchronize(self.device)
+
+    def record_again(self, sizes: set[int]) -> None:
+        """Have `prepare_next` record steps of so many tokens or rows anew."""
+        for steps in (self._captured, self._adapted_steps):
+            if steps is not None:
+                steps.renew(sizes)
 
     @torch.inference_mode()
     def capture_adapted(self) -> None:

@@ -94,7 +94,7 @@ class SimulatedExecutor:
     def check(self) -> None:
         pass
 
-    def idle(self) -> bool:
+    def idle(self, *, quiet: bool) -> bool:
         return False
 
     def load_adapter(self, slot: int, path: str) -> str:

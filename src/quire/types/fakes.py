@@ -134,7 +134,7 @@ class FakeExecutor:
     def check(self) -> None:
         pass
 
-    def idle(self) -> bool:
+    def idle(self, *, quiet: bool) -> bool:
         return False
 
     def connect(self, peers: PeerLink) -> KVConnector | None:

@@ -67,8 +67,9 @@ class Executor(Protocol):
         """EngineDeadError, if something that it needs has ended; called while there is nothing to do."""
         ...
 
-    def idle(self) -> bool:
-        """Nobody asks for anything: a little of what the start left for later is done; whether there is more of it."""
+    def idle(self, *, quiet: bool) -> bool:
+        """Nobody asks for anything: a little of what the start left for later is done; whether there is more to do now.
+        `quiet`: nobody has for a while."""
         ...
 
     def load_adapter(self, slot: int, path: str) -> str:

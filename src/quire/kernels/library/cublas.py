@@ -2,21 +2,18 @@
 
     out [rows, n] = x [rows, k] · weight [n, k]ᵀ (+ residual)          16 bits; or 8, with a scale a row on both sides
 
-Which, for which shape, is measured and in `cublas.json`; `scripts/gpu_products.py` writes it. Talks to the cublasLt
-that torch has loaded. Whatever is not as expected (another chip, no such library, no such kernel for the shape) means
-None, and the caller takes torch's product. Refuses to know: layers.
+Talks to the cublasLt that torch has loaded. Whatever is not as expected (no such library, no such kernel for the shape)
+means None, and the caller takes torch's product. Refuses to know: which kernel is the fastest, layers.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import threading
 from collections.abc import Sequence
 from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
-from functools import cache
-from importlib import resources
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +25,8 @@ MAX_WORKSPACE = 1  # of a wish
 TILE, CUSTOM, CLUSTER = 1, 5, 8  # of an algorithm
 ATTRIBUTES: dict[int, type[ctypes._SimpleCData[int]]] = {TILE: c_uint32, CUSTOM: c_uint32, CLUSTER: c_uint16}
 SCALE_EACH = 3  # a scale for each output, and each row
-MEASURED = (9, 0, 132)  # an H200, or an H100 with as many processors
 CANDIDATES = 16
+PRODUCTS = 4096  # shapes and kernels that are kept described
 WORKSPACE = 1 << 20  # the most that a kernel may want for itself: those here ask for a counter
 
 
@@ -57,11 +54,8 @@ class _Failed(Exception):
 
 @cache
 def _open(device: torch.device) -> tuple[ctypes.CDLL, c_void_p] | None:
-    """The library and a handle for this device, if it is of the kind that was measured."""
+    """The library and a handle for this device."""
     if device.type != "cuda":
-        return None
-    chip = torch.cuda.get_device_properties(device)
-    if (chip.major, chip.minor, chip.multi_processor_count) != MEASURED:
         return None
     for name in ("libcublasLt.so.13", "libcublasLt.so.12"):
         try:
@@ -83,27 +77,20 @@ class _Shape(NamedTuple):
     width: int
 
 
-def measured(device: torch.device) -> bool:
-    """Whether the table is for this chip."""
-    return _open(device) is not None
-
-
-@cache
-def _table() -> dict[tuple[int, ...], Algorithm]:
-    """(bytes of an element, outputs, width, rows) → a kernel that is faster than the library's own choice."""
-    stored = json.loads((resources.files("quire.kernels.library") / "cublas.json").read_text())["kernels"]
-    return {
-        (int(element), *map(int, shape.split("x")), int(rows)): Algorithm(*algorithm)
-        for element, shapes in stored.items()
-        for shape, sizes in shapes.items()
-        for rows, algorithm in sizes.items()
-    }
+def version(device: torch.device) -> int:
+    """Of the library; 0: there is none."""
+    opened = _open(device)
+    if opened is None:
+        return 0
+    ask = opened[0].cublasLtGetVersion
+    ask.restype = c_size_t
+    return int(ask())
 
 
 class _Product:
-    """One shape by one kernel."""
+    """One shape by one kernel; of no kernel, only what the library offers for it."""
 
-    def __init__(self, shape: _Shape, algorithm: Algorithm):
+    def __init__(self, shape: _Shape, algorithm: Algorithm | None):
         opened = _open(shape.device)
         if opened is None:
             raise _Failed
@@ -120,8 +107,21 @@ class _Product:
         self._weight = self._layout(shape.dtype, shape.width, shape.outputs)
         self._x = self._layout(shape.dtype, shape.width, shape.rows)
         self._out = self._layout(shape.out, shape.outputs, shape.rows)
-        self._algorithm = self._find(algorithm)
         self._lock = threading.Lock()  # a description has the scales of one call
+        if algorithm is not None:
+            self._algorithm = self._find(algorithm)
+
+    def __del__(self) -> None:
+        for made, destroy in (
+            ("_description", "cublasLtMatmulDescDestroy"),
+            *((name, "cublasLtMatrixLayoutDestroy") for name in ("_weight", "_x", "_out")),
+        ):
+            if pointer := getattr(self, made, None):
+                getattr(self._library, destroy)(pointer)
+
+    def offers(self) -> list[Algorithm]:
+        """What the library would take, its favourite first."""
+        return [Algorithm(*(self._read(one, each) for each in (TILE, CLUSTER, CUSTOM))) for one in self._offered()]
 
     def run(
         self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, add: bool, scales: Sequence[torch.Tensor]
@@ -205,7 +205,7 @@ class _Product:
             raise _Failed
 
 
-@cache
+@lru_cache(PRODUCTS)
 def _product(shape: _Shape, algorithm: Algorithm) -> _Product | None:
     try:
         return _Product(shape, algorithm)
@@ -213,26 +213,41 @@ def _product(shape: _Shape, algorithm: Algorithm) -> _Product | None:
         return None
 
 
+def _shape(x: torch.Tensor, weight: torch.Tensor) -> _Shape:
+    out = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
+    return _Shape(x.device, x.dtype, out, x.shape[0], *weight.shape)
+
+
+def offers(x: torch.Tensor, weight: torch.Tensor) -> list[Algorithm]:
+    """Kernels that the library would take for such a product, its favourite first."""
+    if x.dtype not in TYPES or weight.dtype != x.dtype:
+        return []
+    try:
+        return _Product(_shape(x, weight), None).offers()
+    except (_Failed, AttributeError):
+        return []
+
+
 def matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
+    algorithm: Algorithm,
     *,
     residual: torch.Tensor | None = None,  # added to, in place, and returned
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,  # of x and the weight, in 8 bits: bf16 comes out
 ) -> torch.Tensor | None:
-    """None: the library's own choice is as good, or it has no other."""
-    algorithm = _table().get((weight.element_size(), *weight.shape, x.shape[0]))
-    if algorithm is None or x.dtype not in TYPES or (x.dtype == torch.float8_e4m3fn) == (scales is None):
+    """None: the library has no such kernel for this product."""
+    if x.dtype not in TYPES or (x.dtype == torch.float8_e4m3fn) == (scales is None):
         return None
-    dtype = torch.bfloat16 if scales else x.dtype
-    if weight.dtype != x.dtype or (residual is not None and residual.dtype != dtype):
+    shape = _shape(x, weight)
+    if weight.dtype != x.dtype or (residual is not None and residual.dtype != shape.out):
         return None
     if not all(each.is_contiguous() for each in (x, weight, residual) if each is not None):
         return None
-    product = _product(_Shape(x.device, x.dtype, dtype, x.shape[0], *weight.shape), algorithm)
+    product = _product(shape, algorithm)
     if product is None:
         return None
-    out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device) if residual is None else residual
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=shape.out, device=x.device) if residual is None else residual
     try:
         with torch.cuda.device(x.device):
             product.run(x, weight, out, residual is not None, scales or ())

@@ -1,5 +1,6 @@
-"""Launch shapes as data: nothing is searched for at run time. Values are chosen for an H200 by reasoning and checked
-to fit it; `scripts/gpu_kernels.py` measures candidates, and what it finds best belongs here.
+"""Launch shapes as data. Values are chosen for an H200 by reasoning and checked to fit it; `scripts/gpu_kernels.py`
+measures candidates, and what it finds best belongs here. Of products, an engine measures those here, and the library's
+kernels, for its own shapes when it is idle (`runtime/product_search.py`).
 
 In a table the first row whose bounds hold is taken. Refuses to know: tensors, devices.
 """
@@ -31,6 +32,7 @@ class Matmul:
     stages: int
     splits: int = 1  # of the reduction
     rows: int = 0  # tile of x's rows, the tall side of it; 0: weights are the tall side, x's rows all in one tile
+    persistent: bool = False  # programs take tile after tile (`gemm.py`), of any number of rows
 
 
 # (kernel, bytes of a stored key's element, largest head_dim) → tile; "few" rows have at most 16 // group query tokens,
@@ -107,7 +109,7 @@ SMALL_MATMUL: dict[tuple[int, int], list[tuple[int, int, Matmul | None]]] = {
     (4, 64): [(0, 0, Matmul(32, 64, 4, 3))],
 }
 # Tiled 8-bit products that beat the library's where rows fill the tiles: (most rows, most outputs, config)
-FP8_MATMUL = [(256, 4096, Matmul(64, 128, 4, 5, rows=128))]
+FP8_MATMUL = [(256, 4096, Matmul(64, 128, 4, 5, rows=128, persistent=True))]
 # Gate, up and what follows in one launch: bytes of an element → (most rows, config; None: apart), for matrices as wide
 # as those of an 8B model at least. With more rows the library is ahead, though not in a loop of products alone.
 GATED_OUTPUTS = 16384
@@ -180,3 +182,16 @@ def fp8_matmul(rows: int, outputs: int) -> Matmul | None:
     """None: the library is as fast."""
     fits = (c for most, widest, c in FP8_MATMUL if rows <= most and outputs <= widest and rows % c.rows == 0)
     return next(fits, None)
+
+
+def small_matmuls(element: int, rows: int) -> list[Matmul]:
+    """All that may be the fastest for so few rows."""
+    tables = [table for (size, most), table in SMALL_MATMUL.items() if size == element and rows <= most]
+    few = [config for table in tables for *_, config in table if config is not None and rows <= (config.rows or rows)]
+    tall = [config for *_, config in FP8_MATMUL if element == 1 and rows >= config.rows // 2]
+    return list(dict.fromkeys([*few, *tall]))
+
+
+def gated_matmuls(element: int) -> list[Matmul]:
+    """All that may be the fastest with the gate."""
+    return list(dict.fromkeys(config for _, config in GATED_MATMUL.get(element, []) if config is not None))

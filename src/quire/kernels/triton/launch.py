@@ -11,7 +11,8 @@ Refuses to know: what is summed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from functools import cache
 from threading import Lock
@@ -70,6 +71,25 @@ def compile_together(jobs: Sequence[Callable[[], None]], device: torch.device | 
         places = [copy_context() for _ in jobs]  # where that mode is on
         with ThreadPoolExecutor(len(jobs)) as threads:
             list(threads.map(lambda place, job: place.run(job), places, jobs))
+
+
+class _CompiledOnly(Exception):
+    pass
+
+
+class _CompileOnly(Executor):
+    def submit(self, compiled: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        compiled(*args, **kwargs)
+        raise _CompiledOnly
+
+
+def compile_only(job: Callable[[], object]) -> None:
+    """Compile the kernel that a job would launch first, unless it is there, for others to find on disk: it is not
+    loaded here, so another thread may launch and load what it likes meanwhile."""
+    import triton
+
+    with triton.AsyncCompileMode(_CompileOnly()), suppress(_CompiledOnly):
+        job()
 
 
 @cache

@@ -14,7 +14,6 @@ from collections import Counter
 
 import torch
 
-from quire.kernels.library import cublas
 from quire.kernels.triton import why_not
 from quire.model.blocks.attention import AttentionBlock
 from quire.model.blocks.context_stages import ContextStages
@@ -105,8 +104,7 @@ class FusedStages(Stages):
             self.reasons.append("not fused: the scale of what is added to the residual stream")
 
     def _how(self, device: torch.device) -> str:
-        choice = "measured for their shape" if cublas.measured(device) else "that the library prefers"
-        return f"Triton kernels between products of cuBLAS, by kernels {choice}"
+        return "Triton kernels between products"
 
     def qkv(self, block: MixerBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
         if not isinstance(block, AttentionBlock) or block.gated or block.kv_parts < 2 or block.v_norm is not None:

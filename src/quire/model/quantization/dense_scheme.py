@@ -1,8 +1,8 @@
 """The plainest scheme: weights in the compute dtype; quantised files are dequantised as they are loaded.
 
-Products belong to cuBLAS, which also adds the residual, except those of few rows: a single row takes `row_matmul`, norm
-and gate included, others `small_matmul` where `configs` has a tiling for it; and gate and up, which are joined with the
-SiLU where that is faster. Refuses to know: files, layers.
+A single row takes `row_matmul`, norm and gate included; more rows the kernel that is the fastest for them
+(`kernels/products.py`), which may add the residual; gate and up are joined with the SiLU where that is faster.
+Refuses to know: files, layers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.library import cublas
-from quire.kernels.triton import configs, moves_tiles
+from quire.kernels import products
+from quire.kernels.triton import configs
 from quire.model.loading.stored_tensor import StoredTensor
 from quire.model.quantization.scheme import Matrix, QuantScheme, RMSNorm, State
 
@@ -85,13 +85,8 @@ class DenseScheme:
         if residual is not None and single_row(linear, x):
             kernels.gemv.row_matmul(x, weight, residual=residual, out=residual)
             return None
-        out = cublas.matmul(x, weight, residual=residual)
-        if out is None:
-            if configs.small_matmul(x.element_size(), x.shape[0], *weight.shape) is not None:
-                out = kernels.gemv.small_matmul(x, weight, residual=residual, out=residual)
-            else:
-                out = F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
-        return out if residual is None else None
+        out = products.matmul(x, weight, residual=residual)
+        return None if out is residual else out
 
 
 class InvariantDenseScheme(DenseScheme):
@@ -133,8 +128,5 @@ def single_row(linear: Matrix, x: torch.Tensor) -> bool:
 
 
 def joined_gate(linear: Matrix, x: torch.Tensor) -> configs.Matmul | None:
-    """How the product with x takes the gate along, if it does: on chips that move tiles by themselves."""
-    if linear.bias is not None or not moves_tiles(x.device):
-        return None
-    weight = linear.state["weight"]
-    return configs.gated_matmul(weight.element_size(), x.shape[0], *weight.shape)
+    """How the product with x takes the gate along, if it does."""
+    return products.joined_gate(x, linear.state["weight"]) if linear.bias is None else None

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
-from quire.kernels.library import cublas
+from quire.kernels import products
 from quire.kernels.triton import configs
 from quire.model.loading.stored_tensor import StoredTensor
 from quire.model.quantization.dense_scheme import invariant_input, joined_gate, single_row
@@ -104,25 +103,8 @@ class Fp8Scheme:
     ) -> torch.Tensor:  # fmt: skip
         """x already in 8 bits, [tokens, columns] with a scale a token → bf16 [tokens, rows]. Where that costs nothing
         it is added to `into`, which is then what is returned."""
-        rows, outputs = x.shape[0], state["weight"].shape[0]
         into = into if bias is None else None
-        scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": state["scale"], "out_dtype": torch.bfloat16}
-        named = cublas.matmul(x, state["weight"], residual=into, scales=(x_scale, state["scale"]))
-        if named is not None:
-            out = named
-        elif few := configs.small_matmul(1, rows, outputs, x.shape[1]):
-            out = self.kernels.gemv.small_matmul(x, state["weight"], config=few, residual=into, out=into, **scales)
-        elif config := configs.fp8_matmul(rows, outputs):
-            out = self.kernels.gemm.matmul(x, state["weight"], config, **scales)
-        else:
-            out = torch._scaled_mm(
-                x,
-                state["weight"].t(),
-                scale_a=x_scale[:, None],
-                scale_b=state["scale"][None],
-                out_dtype=torch.bfloat16,
-                use_fast_accum=True,  # a tenth of what quantising costs in accuracy, a sixth of the time
-            )
+        out = products.matmul(x, state["weight"], residual=into, scales=(x_scale, state["scale"]))
         return out if bias is None else out + bias
 
 

@@ -22,6 +22,7 @@ from quire.assets import resolve as find_model
 from quire.generation.drafting.speculation import Speculation
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
+from quire.kernels.product_choices import choices
 from quire.model.decoder import Model
 from quire.model.decoder_spec import sparse_at
 from quire.model.families.registry import read_family
@@ -35,8 +36,11 @@ from quire.runtime.drafters import Drafter, load_drafter, make_speculation
 from quire.runtime.hardware import DTYPES, probe, resolve
 from quire.runtime.held_weights import HolderLink
 from quire.runtime.host_weights import HostWeights, give_back_freed
+from quire.runtime.idle_work import IdleWork
 from quire.runtime.load_bar import load_bar
 from quire.runtime.load_runnable import load_runnable
+from quire.runtime.product_search import ProductSearch, matrices, timed
+from quire.runtime.product_trials import ProductTrials
 from quire.runtime.sampling_head import SamplingHead
 from quire.runtime.step_result import PendingStep, run_step
 from quire.runtime.tiers.open_tiers import Tiers, fingerprint, open_tiers
@@ -79,7 +83,7 @@ class LocalExecutor:
         self._saved_pages: tuple[list[int], torch.Tensor | None] = ([], None)  # while asleep
         self._host_weights = HostWeights()
         self._peak_bytes = 0  # of device memory, in the largest step
-        self._unprepared = False  # whether the start left something for later
+        self._idle_work: IdleWork | None = None  # what the start left for later
         self._unloaded = False  # whether there is no model, while asleep
         if hardware.gpu:
             torch.zeros(1, device=self._device)
@@ -95,6 +99,8 @@ class LocalExecutor:
         self._reasons = [*resolved.reasons, *resolved.idle, *self.model.describe()]
         if self._held is not None:
             self._reasons.append(self._held.state)
+        if hardware.gpu:
+            self._reasons += choices(self._device).describe(matrices(self.model))
         for line in resolved.idle:
             log.warning(line)
         self._kivi = resolved.kivi
@@ -162,7 +168,8 @@ class LocalExecutor:
             self.model.set_adapter(slot, adapter.updates)
             if self._graphs and self.model.updated > before:
                 worker.capture_adapted()
-                self._unprepared = True
+                if self._idle_work is not None:
+                    self._idle_work.prepare_again()
 
         self._in_order(put)
         self._adapted.add(slot)
@@ -238,7 +245,10 @@ class LocalExecutor:
         if self._graphs:
             began = time.perf_counter()
             worker.capture(beside=[head.warm_up], whole=False)
-            self._unprepared = True
+            known, sizes = choices(self._device), worker.product_sizes
+            faster, timer = ProductTrials(worker, known).faster, partial(timed, worker.capture_pool)
+            search = ProductSearch(self.model, known, sizes, faster, timer)
+            self._idle_work = IdleWork(worker, search)
             self._startup_s["captured steps"] = time.perf_counter() - began
         return worker, head
 
@@ -248,10 +258,8 @@ class LocalExecutor:
     def check(self) -> None:
         pass  # there is nothing that could end by itself
 
-    def idle(self) -> bool:
-        if self._unprepared and self._worker is not None:
-            self._unprepared = self._in_order(lambda worker: worker.prepare_next())
-        return self._unprepared and self._worker is not None
+    def idle(self, *, quiet: bool) -> bool:
+        return self._idle_work is not None and self._idle_work.proceed(quiet=quiet)
 
     @property
     def offloads(self) -> bool:
@@ -423,7 +431,7 @@ class LocalExecutor:
         if self._worker is not None and self._head is not None:
             self._head.close()
             self._worker.close()
-        self._worker = self._head = None
+        self._worker = self._head = self._idle_work = None
 
 
 class _Ticket:

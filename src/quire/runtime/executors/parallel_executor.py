@@ -98,7 +98,7 @@ class ParallelExecutor(LocalExecutor):
         if self._processes.dead:
             raise self._processes.error("")
 
-    def idle(self) -> bool:
+    def idle(self, *, quiet: bool) -> bool:
         return False
 
     def _run(self, plan: StepPlan) -> PendingStep:
