@@ -140,7 +140,7 @@ class StepPlan(msgspec.Struct):
         return bool(self.rows or self.probes)
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Log-probabilities at one position: the token that is there, its rank (1 = most likely), and the top."""
 
     token: int

@@ -44,8 +44,13 @@ class LogprobTensors:
 
     def to_host(self) -> list[TokenLogprobs | None]:
         """One entry per row of the batch."""
-        rows = zip(*(tensor.tolist() for tensor in self._tensors()), strict=True)
-        return [None if top is None else _entry(top, *next(rows)) for top in self.tops]
+        most = max((top for top in self.tops if top is not None), default=0)
+        tokens, logprobs, ranks, top_ids, top_logprobs = self._tensors()
+        columns = tokens, logprobs, ranks, top_ids[:, :most], top_logprobs[:, :most]
+        rows = map(TokenLogprobs, *(column.tolist() for column in columns))
+        if self.tops.count(most) == len(self.tops):
+            return list(rows)
+        return [None if top is None else _of_top(next(rows), top) for top in self.tops]
 
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         return self.tokens, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
@@ -109,10 +114,9 @@ def join(parts: Sequence[tuple[LogprobTensors | None, int]]) -> LogprobTensors |
     )
 
 
-def _entry(
-    top: int, token: int, logprob: float, rank: int, top_ids: list[int], top_logprobs: list[float]
-) -> TokenLogprobs:
-    return TokenLogprobs(token, logprob, rank, top_ids[:top], top_logprobs[:top])
+def _of_top(entry: TokenLogprobs, top: int) -> TokenLogprobs:
+    del entry.top_ids[top:], entry.top_logprobs[top:]
+    return entry
 
 
 def begin_copy(tensor: torch.Tensor) -> torch.Tensor:
