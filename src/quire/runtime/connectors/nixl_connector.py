@@ -25,7 +25,8 @@ import msgspec
 import numpy as np
 
 from quire.runtime.connectors import send_window
-from quire.runtime.connectors.page_connector import BATCH_BYTES, Pages, signed_bytes
+from quire.runtime.connectors.handover_frames import Pages
+from quire.runtime.connectors.page_connector import BATCH_BYTES, signed_bytes
 from quire.runtime.connectors.tcp import POLL_MS, TcpConnector
 from quire.runtime.tiers.signed_page import SignedPage
 from quire.types.errors import ConfigError

@@ -20,6 +20,17 @@ from typing import Any
 
 import msgspec
 
+from quire.runtime.connectors.handover_frames import (
+    Cancel,
+    PageRequest,
+    Pages,
+    PagesUnavailable,
+    Probe,
+    Received,
+    decode,
+    encode,
+)
+from quire.runtime.connectors.page_fetch import PageFetch
 from quire.runtime.connectors.send_window import PeerState, SendWindow
 from quire.runtime.tiers.signed_page import PageSigner, SignedPage
 from quire.types.handover import Handover, HandoverStats
@@ -36,46 +47,7 @@ MAX_IDLE_SHARE = 0.5  # of that, in which it reads nothing and is waited for; ot
 MAX_THREADS = 8
 
 
-class PageRequest(msgspec.Struct, tag=True):
-    handover: str
-    keys: list[Key]
-    waits: bool
-    timeout: float
-
-
-class Pages(msgspec.Struct, tag=True):
-    """Followed by the signed pages of these keys, or the same part of each (`KVLayout.layer_parts`)."""
-
-    handover: str
-    keys: list[Key]
-    part: int = -1
-
-
-class PagesUnavailable(msgspec.Struct, tag=True):
-    """These will not come."""
-
-    handover: str
-    keys: list[Key]
-
-
-class Cancel(msgspec.Struct, tag=True):
-    """Nobody waits any more: all came, or it took too long."""
-
-    handover: str
-
-
-class Received(msgspec.Struct, tag=True):
-    """A message of pages was read, the oldest that was not, whether or not anybody waits for it."""
-
-
-class Probe(msgspec.Struct, tag=True):
-    """Nothing: sending it shows whether anybody is there."""
-
-
 Buffer = bytes | memoryview
-Frame = PageRequest | Pages | PagesUnavailable | Cancel | Received | Probe
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
 def signed_bytes(signed: SignedPage) -> int:
@@ -85,16 +57,6 @@ def signed_bytes(signed: SignedPage) -> int:
 def _signed_name(key: Key, part: int) -> Key:
     """What a part of a page is signed for: names of whole pages are shorter."""
     return key if part == -1 else (key[0], key[1] + bytes([part]))
-
-
-class _Fetch:
-    def __init__(self, job: TierJob, handover: Handover, now: float):
-        self.job = job
-        self.handover = handover
-        self.missing: dict[Key, Bytes] = dict(zip(job.keys, job.buffers, strict=True))
-        self.came: set[Key] = set()
-        self.parts: dict[Key, set[int]] = {}  # of pages that have come in part
-        self.began = self.heard = now
 
 
 class _Route:
@@ -123,7 +85,7 @@ class PageConnector(ABC):
         self._clock = clock
         self._lock = threading.RLock()
         self._window = SendWindow(self._lock)
-        self._fetches: dict[str, _Fetch] = {}  # under way, by hand-over
+        self._fetches: dict[str, PageFetch] = {}  # under way, by hand-over
         self._routes: dict[str, _Route] = {}  # to peers that wait for pages, by hand-over
         self._requests: deque[Wanted] = deque()
         self._done: list[TierDone] = []
@@ -156,7 +118,7 @@ class PageConnector(ABC):
         if job.kind == "put":
             done = self._send_pages(job, job.handover)
         elif (route := self._route(job.handover)) is not None:
-            self._send(route, [_encoder.encode(PagesUnavailable(job.handover.id, job.keys))])
+            self._send(route, [encode(PagesUnavailable(job.handover.id, job.keys))])
         self._end(TierDone(job.id, done, 0.0))
 
     def poll(self) -> Sequence[TierDone]:
@@ -205,10 +167,10 @@ class PageConnector(ABC):
             if known or len(job.keys) > MAX_KEYS:
                 self._end(TierDone(job.id, [False] * len(job.keys), 0.0))
                 return
-            self._fetches[handover.id] = _Fetch(job, handover, self._clock())
+            self._fetches[handover.id] = PageFetch(job, handover, self._parts, self._clock())
             self.stats.started += 1
         want = PageRequest(handover.id, job.keys, handover.waits, handover.timeout)
-        self._send_to(handover.source, [_encoder.encode(want)])
+        self._send_to(handover.source, [encode(want)])
 
     def _route(self, handover: Handover) -> Hashable | None:
         """To who waits for its pages, if anybody does."""
@@ -233,7 +195,7 @@ class PageConnector(ABC):
             except OSError as error:
                 self._window.withdraw(route)  # nothing was sent that a peer could read
                 return self._give_up(job, start, route, error)
-            self._send(route, [_encoder.encode(Pages(handover.id, keys, job.part)), *packed])
+            self._send(route, [encode(Pages(handover.id, keys, job.part)), *packed])
             with self._lock:
                 last = job.part in (-1, len(self._parts[keys[0][0]]) - 1)
                 self.stats.pages_sent += len(keys) * last
@@ -246,7 +208,7 @@ class PageConnector(ABC):
         self.stats.failed += 1
         level = logging.WARNING if self.stats.failed == 1 else logging.DEBUG
         log.log(level, "KV pages could not be handed over: %s; the replica that waits for them computes them", error)
-        self._send(route, [_encoder.encode(PagesUnavailable(job.handover.id, job.keys[start:]))])
+        self._send(route, [encode(PagesUnavailable(job.handover.id, job.keys[start:]))])
         return [True] * start + [False] * (len(job.keys) - start)
 
     def _may_send(self, route: Hashable, handover: Handover, size: int) -> bool:
@@ -258,7 +220,7 @@ class PageConnector(ABC):
         state = PeerState(
             is_wanted=lambda: handover.id in self._routes,
             active_peers=self._active_peers,
-            probe=lambda: self._send(route, [_encoder.encode(Probe())]),
+            probe=lambda: self._send(route, [encode(Probe())]),
         )
         if self._window.wait(route, size, timeout, state):
             return True
@@ -276,7 +238,7 @@ class PageConnector(ABC):
             self._done.append(done)
         self._signal.set()
 
-    def _close(self, fetch: _Fetch, *, lost: bool = False) -> None:
+    def _close(self, fetch: PageFetch, *, lost: bool = False) -> None:
         """No more is taken for it. `lost`: its source is, and hears nothing."""
         del self._fetches[fetch.handover.id]
         seconds = self._clock() - fetch.began
@@ -284,7 +246,7 @@ class PageConnector(ABC):
         self.stats.completed += len(fetch.came) == len(fetch.job.keys)
         self.stats.remote_prefills += fetch.handover.waits and bool(fetch.came)
         if not lost:
-            self._send_to(fetch.handover.source, [_encoder.encode(Cancel(fetch.handover.id))])
+            self._send_to(fetch.handover.source, [encode(Cancel(fetch.handover.id))])
         self._end(TierDone(fetch.job.id, [key in fetch.came for key in fetch.job.keys], seconds))
 
     # ---- from the link, on any thread -----------------------------------------------------------------------
@@ -292,7 +254,7 @@ class PageConnector(ABC):
     def _receive(self, route: Hashable, frames: Sequence[bytes]) -> None:
         """A message of a peer; `route` leads back to it."""
         try:
-            frame = _decoder.decode(frames[0])
+            frame = decode(frames[0])
         except (msgspec.MsgspecError, ValueError, IndexError):
             self._drop("it is no message")
             return
@@ -324,14 +286,14 @@ class PageConnector(ABC):
             taken = known is not None and known.route != route
             if taken or len(want.keys) > MAX_KEYS or len(self._routes) >= MAX_PENDING_HANDOVERS:
                 self._drop("it asks for too much")
-                self._send(route, [_encoder.encode(PagesUnavailable(want.handover, want.keys[:MAX_KEYS]))])
+                self._send(route, [encode(PagesUnavailable(want.handover, want.keys[:MAX_KEYS]))])
                 return
             self._routes[want.handover] = _Route(route, min(want.timeout, MAX_TIMEOUT_S), now)
             self._requests.append(Wanted(want.handover, want.keys, want.waits, want.timeout))
         self._wake()
 
     def _acknowledge(self, source: str) -> None:
-        self._send_to(source, [_encoder.encode(Received())])
+        self._send_to(source, [encode(Received())])
 
     def _on_pages(self, frame: Pages, parts: Sequence[bytes]) -> bool:
         """Whether they were read, or will not be; else that is acknowledged later."""
@@ -354,43 +316,24 @@ class PageConnector(ABC):
             return
         with self._lock:  # so that nothing is written for a job that has ended
             fetch = self._fetches.get(frame.handover)
-            places = [self._place(fetch, key, frame.part) for key in frame.keys]
+            places = [fetch.place(key, frame.part) if fetch is not None else None for key in frame.keys]
             found = list(zip(frame.keys, signed, places, strict=True))
             verified = self._each(lambda one: self._verify(frame.part, *one), found)
             for (key, data, place), whole in zip(found, verified, strict=True):
-                if fetch is None or place is None or self._place(fetch, key, frame.part) is None:
+                if fetch is None or place is None or fetch.place(key, frame.part) is None:
                     self._drop("nobody waits for the page, or for that part of it")
                 elif not whole:
                     self._drop("the page is not what it is said to be")
                 else:
                     self._took(fetch, key, frame.part, len(data))
 
-    def _place(self, fetch: _Fetch | None, key: Key, part: int) -> Bytes | None:
-        """Where a page or a part of it goes, if it is waited for."""
-        if fetch is None or (into := fetch.missing.get(key)) is None:
-            return None
-        if part == -1:
-            return into
-        parts = self._parts[key[0]]
-        if not 0 <= part < len(parts) or part in fetch.parts.get(key, ()):
-            return None
-        return into[parts[part].start : parts[part].end]
-
     def _verify(self, part: int, key: Key, data: Buffer, place: Bytes | None) -> bool:
         return place is not None and self._signer.verify(_signed_name(key, part), data, place)
 
-    def _took(self, fetch: _Fetch, key: Key, part: int, size: int) -> None:
-        fetch.heard = self._clock()
+    def _took(self, fetch: PageFetch, key: Key, part: int, size: int) -> None:
         self.stats.bytes_received += size
-        if part != -1:
-            came = fetch.parts.setdefault(key, set())
-            came.add(part)
-            if len(came) < len(self._parts[key[0]]):
-                return
-        del fetch.missing[key]
-        fetch.came.add(key)
-        self.stats.pages_received += 1
-        if not fetch.missing:
+        self.stats.pages_received += fetch.took(key, part, self._clock())
+        if fetch.ended:
             self._close(fetch)
 
     def _each(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
@@ -401,13 +344,10 @@ class PageConnector(ABC):
 
     def _on_unavailable(self, frame: PagesUnavailable) -> None:
         with self._lock:
-            fetch = self._fetches.get(frame.handover)
-            if fetch is None:
+            if (fetch := self._fetches.get(frame.handover)) is None:
                 return
-            for key in frame.keys:
-                fetch.missing.pop(key, None)
-            fetch.heard = self._clock()
-            if not fetch.missing:
+            fetch.give_up(frame.keys, self._clock())
+            if fetch.ended:
                 self._close(fetch)
 
     def _drop(self, why: str) -> None:
