@@ -41,7 +41,7 @@ LONGEST = [
     "test_quantize_checkpoint.py", "test_blend_api.py", "test_kivi_engine.py", "test_planning.py",
     "test_sampler_oracle.py", "test_failover.py", "test_bench_commands.py", "test_context.py", "test_held_weights.py",
     "test_schemas.py", "test_small_pages.py", "test_structured_requests.py", "test_openai_client.py",
-    "test_native_draw.py", "test_held_model.py", "test_lora_engine.py", "test_native_sparse.py",
+    "test_native_sampling.py", "test_held_model.py", "test_lora_engine.py", "test_native_sparse.py",
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.generation.sampling import sampler as sampler_module
-from quire.generation.sampling.logprobs import LogprobTensors, score
+from quire.generation.sampling.logprobs import LogprobTensors, score_rows
 from quire.generation.sampling.sampler import Sampler
 from quire.types.grammar import GrammarSpec
 from quire.types.plan import TokenLogprobs
@@ -31,7 +31,7 @@ def same(got: TokenLogprobs | None, want: TokenLogprobs) -> None:
 
 
 def scored(logits: torch.Tensor, targets: list[int], top: int) -> LogprobTensors:
-    return score(logits, torch.tensor(targets, device=logits.device), top)
+    return score_rows(logits, torch.tensor(targets, device=logits.device), [top] * len(targets))
 
 
 @pytest.mark.parametrize("top", [0, 1, 5, 64])

@@ -330,6 +330,28 @@ void test_draw(const Kernels& fast, const Kernels& plain) {
   expect(different <= rounds / 100, fast.name, "draw", different);
 }
 
+// Log-probabilities are the plain set's but for rounding, ranks and the likeliest tokens are the same.
+void test_score(const Kernels& fast, const Kernels& plain) {
+  for (int round = 0; round < 60; round++) {
+    const int vocab = 1 + below(round % 4 ? 300 : 5000), top = below(std::min(vocab, 40) + 1), token = below(vocab);
+    Array<float> logits(vocab);
+    for (int i = 0; i < vocab; i++) logits.data[i] = std::round(20 * uniform()) / 2 + (below(9) ? 0.0f : -INFINITY);
+    Array<uint64_t> scratch(std::max(fast.draw_bytes(vocab), plain.draw_bytes(vocab)) / 8 + 1);
+    std::vector<float> likely[2], chosen(2);
+    std::vector<int32_t> ids[2], ranks(2);
+    const Kernels* sets[] = {&fast, &plain};
+    for (int i = 0; i < 2; i++) {
+      likely[i].resize(top + 1), ids[i].resize(top + 1);
+      sets[i]->score(logits.data, vocab, token, top, {&chosen[i], &ranks[i], ids[i].data(), likely[i].data()},
+                     reinterpret_cast<uint8_t*>(scratch.data));
+    }
+    expect(ranks[0] == ranks[1] && ids[0] == ids[1], fast.name, "score", vocab, top);
+    for (int i = 0; i < top; i++)
+      expect(likely[0][i] == likely[1][i] || std::fabs(likely[0][i] - likely[1][i]) < 1e-4f, fast.name, "likely", i);
+    expect(chosen[0] == chosen[1] || std::fabs(chosen[0] - chosen[1]) < 1e-4f, fast.name, "scored", vocab);
+  }
+}
+
 void test_pool() {
   for (int threads : {1, 2, 3}) {
     Pool pool(threads);
@@ -357,6 +379,7 @@ int main() {
     test_recurrent(*fast, plain);
     test_attend(*fast, plain);
     test_draw(*fast, plain);
+    test_score(*fast, plain);
     std::printf("%s ok\n", fast->name);
   }
   test_pool();

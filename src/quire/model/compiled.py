@@ -90,7 +90,7 @@ class CompiledModel:
             if isinstance(layer.mixer, LatentBlock):  # packed head by head now
                 layer.mixer.kv_up.state = {}
         self._program = cpu.NativeProgram(self._decoder, threads=threads, isa=isa)
-        self.draw = self._program.drawer()
+        self.sampling = self._program.sampling()
 
     @property
     def inverse_frequencies(self) -> list[torch.Tensor] | None:

@@ -210,7 +210,7 @@ class Model:
         return sum(linear.lora is not None and linear.lora.used for linear in self.adaptable().values())
 
     threads = None  # it computes on torch's
-    draw = None
+    sampling = None
 
     @property
     def kv_dtype(self) -> str:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from quire.kernels.attention_backend import Batch
-from quire.kernels.cpu import CompiledDraw
+from quire.kernels.cpu import NativeSampling
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
 from quire.model.blocks.class_head import ClassHeadBlock
@@ -60,7 +60,7 @@ class Runnable(Protocol):
         ...
 
     @property
-    def draw(self) -> CompiledDraw | None:
+    def sampling(self) -> NativeSampling | None:
         """Draws tokens on those threads."""
         ...
 

@@ -16,7 +16,7 @@ import torch
 from quire.generation.drafting.speculation import ExpandedPlan, Speculation
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.generation.grammar.slot_grammars import Accepted, SlotGrammars
-from quire.generation.sampling.logprobs import LogprobTensors, score
+from quire.generation.sampling.logprobs import LogprobTensors
 from quire.generation.sampling.sampler import Sampled, Sampler
 from quire.runtime.worker import ForwardOutput, ForwardWorker
 from quire.types.plan import Sample, StepPlan, StepResult
@@ -66,7 +66,7 @@ class SamplingHead:
             slots=capacity.slots,
             vocab_size=model.spec.vocab_size,
             device=worker.device,
-            draw=model.draw,
+            native=model.sampling,
             graphs=graphs,
         )
         worker.draw_with(self._sampler.draw)
@@ -123,7 +123,7 @@ class SamplingHead:
         scores: dict[int, list[LogprobTensors]] = {i: [] for i, row in enumerate(plan.rows) if row.score}
         for part in output.prompt_logits:
             top = self._prompt_logprobs[part.slot]
-            scores[part.row].append(score(part.logits.float(), part.next_tokens, top))
+            scores[part.row].append(self._sampler.score(part.logits, part.next_tokens, top))
         return scores
 
     def accept(self, expanded: ExpandedPlan, sampled: list[int], hidden: torch.Tensor | None) -> list[AcceptedSample]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from quire.generation.sampling.logprobs import LogprobTensors
-from quire.generation.sampling.slot_params import DRAWS, Ints, Need, SlotTable, pinned, to_device
+from quire.generation.sampling.slot_params import SAMPLED, Ints, Need, SlotTable, pinned, to_device
 from quire.kernels.triton.adjust_kernels import BIAS, PENALTIES, STOPS, adjust, counting_memory, mask
 from quire.kernels.triton.draw_kernels import draw
 from quire.kernels.triton.logprob_kernels import logprobs
@@ -28,7 +28,6 @@ from quire.kernels.triton.sampling_kernels import argmax
 log = logging.getLogger(__name__)
 
 ADJUSTED = {Need.BIAS: BIAS, Need.MIN_TOKENS: STOPS, Need.PENALTIES: PENALTIES}
-SAMPLED = int(DRAWS | Need.MIN_P | Need.BIAS | Need.MIN_TOKENS | Need.PENALTIES | Need.COUNTS | Need.LOGPROBS)
 
 
 class _Kind(NamedTuple):

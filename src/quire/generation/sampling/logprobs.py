@@ -56,13 +56,9 @@ class LogprobTensors:
         return self.tokens, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
 
 
-def score(logits: torch.Tensor, targets: torch.Tensor, top: int) -> LogprobTensors:
-    """Log-probabilities of given tokens and of the `top` most likely. [m, vocab], int64 [m]"""
-    return score_rows(logits, targets, [top] * len(targets))
-
-
 def score_rows(logits: torch.Tensor, targets: torch.Tensor, tops: Sequence[int | None]) -> LogprobTensors:
-    """As `score`, for those rows of a batch that have a top: logits and targets are of these, tops of all."""
+    """Log-probabilities of given tokens and of the most likely, for those rows of a batch that have a top: logits and
+    targets are of these, tops of all. [m, vocab], int64 [m]"""
     width = min(max((top for top in tops if top is not None), default=0), logits.shape[-1])
     if why_not(logits.device) is None:
         from quire.kernels.triton.logprob_kernels import logprobs

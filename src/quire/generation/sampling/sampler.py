@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from quire.generation.sampling import logit_processors as processors
+from quire.generation.sampling.compiled_sampling import CompiledSampling
 from quire.generation.sampling.gumbel_draw import draw_nucleus, draw_plain, draw_top_k
 from quire.generation.sampling.logprobs import LogprobTensors, join, score_rows
 from quire.generation.sampling.noise import row_keys
 from quire.generation.sampling.slot_params import DRAWS, PROCESSORS, Ints, Need, SlotTable, to_device
 from quire.generation.sampling.top_k import argmax_tokens
-from quire.kernels.cpu import CompiledDraw
+from quire.kernels.cpu import NativeSampling
 from quire.kernels.triton import why_not
 from quire.types.grammar import TokenMasks
 from quire.types.plan import Admit
@@ -72,15 +73,14 @@ class Sampler:
         slots: int,
         vocab_size: int,
         device: torch.device,
-        draw: CompiledDraw | None = None,
+        native: NativeSampling | None = None,
         graphs: bool = True,
     ):
-        """`draw`: compiled code for all draws, in place of torch's; on a GPU Triton kernels are, captured if `graphs`
-        may be."""
-        self._compiled = draw
+        """`native`: compiled code in place of torch's; on a GPU Triton kernels are, captured if `graphs` may be."""
         self._vocab = vocab_size
         self._rooms: dict[str, torch.Tensor] = {}
         self._table = SlotTable(slots=slots, vocab_size=vocab_size, device=device)
+        self._compiled = CompiledSampling(native, self._table, vocab_size) if native is not None else None
         self._kernels: KernelSampling | None = None
         if why_not(device) is None:
             from quire.generation.sampling.kernel_sampling import KernelSampling
@@ -120,8 +120,10 @@ class Sampler:
         host_slots, host_positions = np.array(slots, np.int64), np.array(positions, np.int64)
         needs = table.needs(host_slots, host_positions)
         asked = int(np.bitwise_or.reduce(needs, initial=0))
-        if not asked & ~_DRAWN and (drawn := self._draw_all(logits, needs, host_slots, host_positions)) is not None:
+        if not asked & ~_DRAWN and (drawn := self._draw_all(logits, host_slots, host_positions)) is not None:
             return Sampled(drawn)
+        if self._compiled is not None and self._compiled.suits(asked):
+            return Sampled(*self._compiled.sample(logits, needs, host_slots, host_positions, tokens))
         if Need(asked) in (Need.GREEDY, Need(0)):
             return Sampled(argmax_tokens(logits))  # the latter: no rows
         parts, masked = [], 0
@@ -156,7 +158,7 @@ class Sampler:
         passed = wanted if plain else wanted & (PROCESSORS | Need.LOGPROBS)
         passes = self._passes(passed, needs, slots, positions) if passed else {}
         processed = self._process(logits, passes, tokens, masks) if wanted & PROCESSORS else logits
-        drawn = self._draw_all(processed, needs, slots, positions)
+        drawn = self._draw_all(processed, slots, positions)
         if drawn is None:
             drawn = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
             for need in DRAWS & wanted:
@@ -166,7 +168,17 @@ class Sampler:
             return Sampled(drawn)
         rows = passes[Need.LOGPROBS]
         tops = [None if top < 0 else top for top in self._table.logprobs[slots].tolist()]
-        return Sampled(drawn, score_rows(rows.of(logits), rows.of(drawn), tops))
+        return Sampled(drawn, self._score(rows.of(logits), rows.of(drawn), tops))
+
+    def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> LogprobTensors:
+        """Log-probabilities of given tokens and of the `top` most likely. [m, vocab], int64 [m]"""
+        return self._score(logits.float(), targets, [top] * len(targets))
+
+    def _score(self, logits: torch.Tensor, targets: torch.Tensor, tops: list[int | None]) -> LogprobTensors:
+        if self._compiled is None:
+            return score_rows(logits, targets, tops)
+        width = min(max((top for top in tops if top is not None), default=0), self._vocab)
+        return LogprobTensors.of(targets, self._compiled.score(logits, targets, width), tops)
 
     def _passes(self, wanted: Need, needs: Ints, slots: Ints, positions: Ints) -> dict[Need, Rows]:
         """The rows of every pass, sent to the device in one copy."""
@@ -217,13 +229,10 @@ class Sampler:
             kept = self._rooms[name] = torch.zeros(rows, self._vocab)
         return kept[:rows]
 
-    def _draw_all(self, logits: torch.Tensor, needs: Ints, slots: Ints, positions: Ints) -> torch.Tensor | None:
+    def _draw_all(self, logits: torch.Tensor, slots: Ints, positions: Ints) -> torch.Tensor | None:
         """All draws by compiled code; None: torch draws."""
-        if self._kernels is not None:
-            return self._kernels.draw_rows(logits, slots, positions)
-        if self._compiled is not None:
-            return self._compiled(logits, self._table.numbers, slots, positions, (needs & _GREEDY) != 0)
-        return None
+        compiled = self._kernels or self._compiled
+        return compiled.draw_rows(logits, slots, positions) if compiled is not None else None
 
     def _draw(self, need: Need, rows: Rows, logits: torch.Tensor) -> torch.Tensor:
         """[m, vocab] → int64 [m]"""

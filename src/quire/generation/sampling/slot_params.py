@@ -49,6 +49,8 @@ class Need(enum.IntFlag):
 
 
 DRAWS = Need.GREEDY | Need.PLAIN | Need.TOP_K | Need.WIDE_TOP_K | Need.TOP_P
+# What kernels sample by themselves, on a GPU and on a CPU.
+SAMPLED = int(DRAWS | Need.MIN_P | Need.BIAS | Need.MIN_TOKENS | Need.PENALTIES | Need.COUNTS | Need.LOGPROBS)
 _MIN_TOKENS = int(Need.MIN_TOKENS)  # plain numbers where every step looks: flags are slow
 PROCESSORS = Need.ALLOWED | Need.BIAS | Need.BAD_WORDS | Need.MIN_TOKENS | Need.PENALTIES | Need.GRAMMAR
 

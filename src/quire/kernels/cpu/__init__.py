@@ -5,8 +5,8 @@ wrap what it does. Knows: torch tensors as memory, the KV layout. Refuses to kno
 """
 
 from quire.kernels.cpu.matrix_packing import PackedMatrix, Store
-from quire.kernels.cpu.native_draw import CompiledDraw
+from quire.kernels.cpu.native_sampling import NativeSampling
 from quire.kernels.cpu.program import KV_KINDS, NativeProgram
 from quire.kernels.cpu.shared_object import available, features
 
-__all__ = ["KV_KINDS", "CompiledDraw", "NativeProgram", "PackedMatrix", "Store", "available", "features"]
+__all__ = ["KV_KINDS", "NativeProgram", "NativeSampling", "PackedMatrix", "Store", "available", "features"]

@@ -15,7 +15,7 @@ import torch
 from quire.kernels.attention_backend import SPARSE_LOCAL, Batch, LayerObserver
 from quire.kernels.cpu import shared_object as lib
 from quire.kernels.cpu import structs, weights
-from quire.kernels.cpu.native_draw import CompiledDraw
+from quire.kernels.cpu.native_sampling import NativeSampling
 from quire.kernels.cpu.packed_adapter import PackedAdapter, Update
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
@@ -72,7 +72,7 @@ class NativeProgram:
         self._library = lib.native()
         self._decoder = decoder  # keeps the packed matrices
         self._keep: list[Any] = []  # what else the structs point at
-        self._pool = self._library.quire_pool(threads)
+        self._threads, self._pool = threads, self._library.quire_pool(threads)
         weakref.finalize(self, self._library.quire_pool_free, self._pool)
         self._program: int | None = None
         self._free: weakref.finalize | None = None
@@ -81,9 +81,9 @@ class NativeProgram:
         self._adapters: list[PackedAdapter | None] = [None]  # by slot; the first is none
         self._width = -(-decoder.head.rows // 16) * 16
 
-    def drawer(self) -> CompiledDraw:
-        """Draws on this program's threads, which it must not outlive."""
-        return CompiledDraw(self._pool, self.isa)
+    def sampling(self) -> NativeSampling:
+        """Samples on this program's threads, which it must not outlive."""
+        return NativeSampling(self._pool, self._threads, self.isa)
 
     def forward(
         self,

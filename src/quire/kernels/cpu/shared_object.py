@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.kernels.cpu.source_digest import digest
-from quire.kernels.cpu.structs import CHECKED, Decoder, Matrix, Step
+from quire.kernels.cpu.structs import CHECKED, Decoder, Matrix, Sampling, Step
 
 SOURCES = Path(__file__).parent / "csrc"  # in a source tree; an installed package has none
 REMEDY = "build them with `pip install -e .` in a source tree, or reinstall quire, with a C++17 compiler at hand"
@@ -33,10 +33,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "quire_program_free": (None, [c_void_p]),
     "quire_forward": (c_int, [c_void_p, POINTER(Step)]),
     "quire_logits": (None, [c_void_p, c_void_p, c_int, c_void_p, c_size_t]),
-    "quire_draw": (
-        None,
-        [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],
-    ),
+    "quire_sample": (None, [c_void_p, c_void_p, POINTER(Sampling)]),
+    "quire_score": (None, [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_int, c_void_p]),
     "quire_linear": (None, [c_void_p, POINTER(Matrix), c_void_p, c_int, c_void_p]),
 }
 

@@ -1,4 +1,4 @@
-"""The C structs of csrc/common.h, kernels.h and decoder.h, field by field, and how weights get into them.
+"""The C structs of csrc/common.h, kernels.h, decoder.h and sampling.h, field by field, and how weights get into them.
 
 Refuses to know: what the numbers mean.
 """
@@ -204,10 +204,22 @@ class Step(Structure):
     ]
 
 
+class Sampling(Structure):
+    _fields_: ClassVar = [
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        *_fields(c_int32, "vocab rows"),
+        *_fields(c_void_p, "slots positions asked numbers bias_ids bias_values stop_ids tokens"),
+        ("token_stride", c_int64),
+        *_fields(c_int32, "biases stops top"),
+        *_fields(c_void_p, "counts drawn scores"),
+    ]
+
+
 # Whose sizes the library is asked for: it would read other numbers than were meant.
 CHECKED: tuple[type[Structure], ...] = (
     Matrix, Attention, Latent, GatedDelta, Mamba2, ShortConv, Mlp, Experts, LayerInput, Layer, Decoder, AdapterLayer,
-    StepGroup, Step,
+    StepGroup, Step, Sampling,
 )  # fmt: skip
 
 

@@ -161,40 +161,53 @@ inline uint64_t nucleus(Tokens from, float top, float least, double limit, float
   return keys[at];
 }
 
+// The largest logit of each block of them, and of all.
+inline float block_maxima(Tokens all, float* maxima) {
+  float top = -__builtin_inff();
+  for (int from = 0; from < all.n; from += kDrawBlock) {
+    vf most = splat(-__builtin_inff());
+    for (int i = from; i < from + kDrawBlock && i < all.n; i += W) most = maximum(load_some(all.logits + i, all.n - i), most);
+    float highest_here = highest(most);
+    *maxima++ = highest_here;
+    top = highest_here > top ? highest_here : top;
+  }
+  return top;
+}
+
+// Keys of the k likeliest tokens not below `least`, or of as many as there are, in no order; how many. `maxima` are spent,
+// and may lie where the keys go.
+inline int likeliest(Tokens all, int64_t k, float least, float* maxima, uint64_t* keys) {
+  const int blocks = (all.n + kDrawBlock - 1) / kDrawBlock;
+  if (k <= blocks) {  // as many tokens are not below the k-th largest maximum
+    std::nth_element(maxima, maxima + k - 1, maxima + blocks, [](float a, float b) { return a > b; });
+    least = maximum(splat(maxima[k - 1]), splat(least))[0];
+  }
+  int n = collect(all, [&](vf x) { return x >= least; }, keys);
+  if (n > k) {
+    std::nth_element(keys, keys + k, keys + n);
+    n = int(k);
+  }
+  return n;
+}
+
 size_t draw_bytes(int vocab) { return size_t(vocab + 64) * 16; }
 
 int draw(const float* logits, int vocab, const Draw& how, uint8_t* scratch) {
   float* maxima = reinterpret_cast<float*>(scratch);
-  float top = -__builtin_inff();
-  int blocks = 0;
-  for (int from = 0; from < vocab; from += kDrawBlock, blocks++) {
-    vf most = splat(-__builtin_inff());
-    for (int i = from; i < from + kDrawBlock && i < vocab; i += W)
-      most = maximum(load_some(logits + i, vocab - i), most);
-    maxima[blocks] = highest(most);
-    top = maxima[blocks] > top ? maxima[blocks] : top;
-  }
+  const Tokens all{logits, nullptr, vocab};
+  const float top = block_maxima(all, maxima);
   if (how.greedy || !(top > -__builtin_inff()) || top == __builtin_inff()) {
     int at = 0;
-    while (at < blocks && !(maxima[at] == top)) at++;
+    while (at * kDrawBlock < vocab && !(maxima[at] == top)) at++;
     for (at *= kDrawBlock; at < vocab; at++)
       if (logits[at] == top) return at;
     return 0;  // no number among them
   }
   float least = top + how.temperature * how.log_min_p;
   if (least < -3e38f) least = -3e38f;  // what is forbidden is never kept
-  const Tokens all{logits, nullptr, vocab};
   uint64_t* keys = reinterpret_cast<uint64_t*>(scratch);
   if (how.top_k < vocab) {
-    if (how.top_k <= blocks) {  // as many tokens are not below the k-th largest maximum
-      std::nth_element(maxima, maxima + how.top_k - 1, maxima + blocks, [](float a, float b) { return a > b; });
-      least = maximum(splat(maxima[how.top_k - 1]), splat(least))[0];
-    }
-    int n = collect(all, [&](vf x) { return x >= least; }, keys);
-    if (n > how.top_k) {
-      std::nth_element(keys, keys + how.top_k, keys + n);
-      n = int(how.top_k);
-    }
+    int n = likeliest(all, how.top_k, least, maxima, keys);
     float* kept = reinterpret_cast<float*>(scratch + size_t(vocab + 64) * 8);
     int32_t* ids = reinterpret_cast<int32_t*>(scratch + size_t(vocab + 64) * 12);
     least = top;

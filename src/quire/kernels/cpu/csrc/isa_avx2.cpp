@@ -83,6 +83,7 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 #include "attend.h"
 
 #include "draw.h"
+#include "score.h"
 
 constexpr float kUnit = 1.0f, kZero = 0.0f;
 QUIRE_INLINE void bytes_to_floats(bytes16 bytes, vf* to) {

@@ -75,6 +75,7 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 #include "attend.h"
 
 #include "draw.h"
+#include "score.h"
 
 inline void finish(Out out, int m, int g, __m512 acc) {
   float* to = out.at(m, g);

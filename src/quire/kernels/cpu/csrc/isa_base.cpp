@@ -60,6 +60,7 @@ inline void fma_lanes(vf y, const vf* x, vf* out) {
 #include "attend.h"
 
 #include "draw.h"
+#include "score.h"
 
 int32_t dot16(const int8_t* w, const int8_t* x) {
   int32_t acc = 0;

@@ -85,6 +85,7 @@ QUIRE_INLINE void fma_lanes(vf y, const vf* x, vf* out) {
 #include "attend.h"
 
 #include "draw.h"
+#include "score.h"
 
 constexpr float kUnit = 0.25f;  // 6-bit quants are multiplied as the high bits of a byte
 

@@ -110,6 +110,13 @@ struct Draw {
   bool greedy;    // the likeliest token, whatever else is said
 };
 
+// Where a token's log-probability goes, its rank (1: none is likelier), and those of the likeliest.
+struct Scores {
+  float* logprob;
+  int32_t *rank, *top_ids;
+  float* top_logprobs;
+};
+
 // A depthwise convolution at one token: its input and those before it, oldest first, channel by channel.
 struct ConvolveArgs {
   const float* in[kMostTaps];
@@ -181,13 +188,14 @@ struct Kernels {
   void (*attend)(const AttendArgs& args, float* scratch);
   size_t (*attend_floats)(const AttendArgs& args);
   int (*draw)(const float* logits, int vocab, const Draw& how, uint8_t* scratch);  // draw_bytes, aligned to 8
+  void (*score)(const float* logits, int vocab, int token, int top, const Scores& out, uint8_t* scratch);  // as `draw`
   size_t (*draw_bytes)(int vocab);
 };
 
 // The table of an instruction set whose functions carry these names in its namespace.
 #define QUIRE_KERNELS(name, gemm) \
   {name, begin, end, quantise, norm_quantise, norm, gemm, activate, float_product, add_scaled, scale_and_cap, rope, store_kv, \
-   round_run, convolve, delta_rule, state_space, gated_norm, attend, attend_floats, draw, draw_bytes}
+   round_run, convolve, delta_rule, state_space, gated_norm, attend, attend_floats, draw, score, draw_bytes}
 
 const Kernels* kernels_base();
 const Kernels* kernels_avx2();    // null where the build or the host lacks it

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "program.h"
+#include "sampling.h"
 
 using namespace quire;
 
@@ -24,14 +25,6 @@ const Kernels* by_place(int i) {
   for (const Kernels* k : all)
     if (k && seen++ == i) return k;
   return nullptr;
-}
-
-// The key of a drawn position's noise: splitmix64 of its stream.
-uint64_t row_key(uint64_t stream, uint64_t position) {
-  uint64_t x = stream + (position + 1) * 0x9e3779b97f4a7c15u;
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-  return x ^ x >> 31;
 }
 
 }  // namespace
@@ -56,7 +49,7 @@ EXPORT size_t quire_struct_bytes(int place) {
   constexpr size_t bytes[] = {
       sizeof(Matrix),     sizeof(Attention), sizeof(Latent),  sizeof(GatedDelta),   sizeof(Mamba2),
       sizeof(ShortConv),  sizeof(Mlp),       sizeof(Experts), sizeof(LayerInput),   sizeof(Layer),
-      sizeof(Decoder),    sizeof(AdapterLayer), sizeof(StepGroup), sizeof(Step),
+      sizeof(Decoder),    sizeof(AdapterLayer), sizeof(StepGroup), sizeof(Step),  sizeof(Sampling),
   };
   return bytes[place];
 }
@@ -98,30 +91,10 @@ EXPORT void quire_logits(Program* program, const float* hidden, int rows, float*
   program->logits(hidden, rows, out, stride);
 }
 
-// One token for each row of logits. A row's slot names its parameters in `table`, eleven words a slot as
-// generation/sampling/slot_params.py keeps them: stream, branch, top_k, prompt_len, slot, then doubles: top_p, temperature, log_min_p.
-EXPORT void quire_draw(const Kernels* kernels, Pool* pool, const float* logits, size_t stride, int vocab, int rows,
-                       const int64_t* table, const int64_t* slots, const int64_t* positions, const uint8_t* greedy,
-                       int64_t* out) {
-  constexpr int kWords = 11, kStream = 0, kTopK = 2, kTopP = 5, kTemperature = 6, kLogMinP = 7;
-  size_t words = kernels->draw_bytes(vocab) / 8 + 1;
-  std::unique_ptr<uint64_t[]> scratch(new uint64_t[words * pool->size()]);  // touched only where a draw needs it
-  auto number = [](const int64_t& bits) {
-    double value;
-    std::memcpy(&value, &bits, 8);
-    return value;
-  };
-  auto one = [&](int r, int worker) {
-    const int64_t* how = table + slots[r] * kWords;
-    uint64_t key = row_key(uint64_t(how[kStream]), uint64_t(positions[r]));
-    Draw draw{{uint32_t(key), uint32_t(key >> 32)}, float(number(how[kTemperature])), float(number(how[kLogMinP])),
-              number(how[kTopP]), how[kTopK], greedy[r] != 0};
-    out[r] = kernels->draw(logits + r * stride, vocab, draw, reinterpret_cast<uint8_t*>(scratch.get() + words * worker));
-  };
-  if (rows == 1) return one(0, 0);  // sooner done than others are called
-  pool->run(1, [&](int worker) {
-    for (int r; (r = pool->take(0, worker, rows)) < rows;) one(r, worker);
-  });
+EXPORT void quire_sample(const Kernels* kernels, Pool* pool, const Sampling* rows) { sample(*kernels, *pool, *rows); }
+EXPORT void quire_score(const Kernels* kernels, Pool* pool, const float* logits, size_t stride, int vocab, int rows,
+                        const int64_t* tokens, int top, int32_t* scores) {
+  score_rows(*kernels, *pool, logits, stride, vocab, rows, tokens, top, scores);
 }
 
 // A single stage, for tests: out [rows, pad16(n)] = w . quantised(x [rows, k])
