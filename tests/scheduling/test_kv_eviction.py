@@ -288,3 +288,24 @@ def test_what_an_eviction_has_yet_to_read_nobody_changes():
     scheduler.submit(ask("a", 30, 24, n=2, max_tokens=24, temperature=0.0))
     _, out = run(scheduler, executor)  # the executor knows what each page holds
     assert len(out["a"]) == 48
+
+
+@pytest.mark.parametrize("pages", range(27, 42))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_budget_that_takes_most_of_the_memory_gets_on(pages, depth):
+    """What an eviction lets go while a step is in flight comes back when that ends, although the plan came to nothing:
+    the sequence is not to lose all its pages for want of these, again and again."""
+    scheduler, executor = world(pages=pages, depth=depth, tokens=24, context=400)
+    scheduler.submit(ask("a", 130, 100), 0.0)
+    in_flight, drawn = [], 0
+    for _ in range(200):
+        if (plan := scheduler.plan(0.0)) is not None:
+            in_flight.append((plan, executor.submit(plan)))
+        if in_flight and (plan is None or len(in_flight) >= depth):
+            plan, ticket = in_flight.pop(0)
+            drawn += sum(len(event.tokens) for event in scheduler.commit(plan, ticket.result()))
+        scheduler.check()
+        if not scheduler.busy:
+            break
+    assert drawn == 8
+    assert scheduler.memory.pool.used == 0

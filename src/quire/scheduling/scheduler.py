@@ -205,6 +205,8 @@ class Scheduler:
         sequences, admission, idle = self.sequences, self._admission, not self._in_flight
         builder = PlanBuilder(self._step, now, idle=idle)
         self.memory.plan_begins()
+        if idle:
+            self.features.eviction.release_until(self._step)  # what a plan let go that came to nothing, too
         admission.put_overdue_first(now)
         admission.displace(builder)
         held_back = self._continuation.plan_rows(builder)
