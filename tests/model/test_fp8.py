@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from quire.model.quantization.fp8 import LARGEST, Fp8Scheme
+from quire.kernels.reference.fp8_rows import LARGEST
+from quire.model.quantization.fp8 import Fp8Scheme
 from quire.runtime.hardware import Hardware, resolve
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
@@ -17,7 +18,30 @@ def test_rows_keep_their_values_to_a_part_in_sixteen():
     scheme.put(state, 10, rows)
     back = state["weight"][10:].float() * state["scale"][10:, None]
     assert ((back - rows).abs() / rows.abs().amax(1, True)).max() < 1 / 25
-    assert state["weight"][10:].float().abs().amax(1).eq(LARGEST).all()
+    assert state["weight"][10:].float().abs().amax(1).gt(LARGEST / 2).all()
+
+
+def test_rows_lose_less_than_by_a_scale_for_their_largest():
+    rows = torch.randn(200, 96, generator=torch.Generator().manual_seed(0))
+    scheme = Fp8Scheme()
+    state = scheme.create(200, 96, torch.device("cpu"), torch.bfloat16)
+    scheme.put(state, 0, rows)
+    scale = rows.abs().amax(1, True) / LARGEST
+    nearest = ((rows / scale).to(torch.float8_e4m3fn).float() * scale - rows).square().sum(1)
+    found = (state["weight"].float() * state["scale"][:, None] - rows).square().sum(1)
+    assert found.sum() < 0.75 * nearest.sum()
+
+
+@pytest.mark.parametrize("scales", [torch.full((40, 1), 0.0123), torch.logspace(-5, 1, 40)[:, None]])
+def test_what_has_been_8_bit_floats_stays_what_it_is(scales):
+    """Published checkpoints, with a scale for a matrix or for each row, come as bf16."""
+    eight = torch.randn(40, 96, generator=torch.Generator().manual_seed(0)).mul(90).clamp(-448, 448)
+    eight = eight.to(torch.float8_e4m3fn).float()
+    scheme = Fp8Scheme()
+    state = scheme.create(40, 96, torch.device("cpu"), torch.bfloat16)
+    scheme.put(state, 0, (eight * scales).bfloat16())
+    back = state["weight"].float() * state["scale"][:, None]
+    torch.testing.assert_close(back, eight * scales, rtol=1e-2, atol=0)
 
 
 def test_a_row_of_zeros_stays_zeros():

@@ -21,6 +21,7 @@ from quire.kernels.triton import (
     adjust_kernels,
     cascade,
     expert_kernels,
+    fp8_scales,
     gated_delta_kernel,
     gemm,
     gemv,
@@ -104,6 +105,7 @@ def elementwise():
     activation.silu_and_mul(wide)
     activation.quantise_fp8(x)
     activation.quantise_fp8(wide, gated=True)
+    fp8_scales.row_scales(wide)
     gather.gather_rows(random(1000, HIDDEN), torch.zeros(8, dtype=torch.int64))
     slots = torch.arange(8) + PAGE
     page_gather.gather_tokens(pages(BF16).sides, slots, PAGE, BF16)

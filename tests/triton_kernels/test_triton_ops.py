@@ -5,11 +5,13 @@ import torch
 
 from quire.kernels import batch_assembly as plain_batch
 from quire.kernels.kv_views import KVViews, LayerKV, allocate_kv, read_tokens, take_slots
+from quire.kernels.reference import fp8_rows
 from quire.kernels.reference import plain_ops as plain
 from quire.kernels.triton import plain_twins as twins
 from quire.kernels.triton.activation import quantise_fp8, silu_and_mul
 from quire.kernels.triton.batch_gather import assemble
 from quire.kernels.triton.embedding_gather import gather_rows
+from quire.kernels.triton.fp8_scales import row_scales
 from quire.kernels.triton.norm import add_rms_norm, rms_norm, rms_norm_fp8
 from quire.kernels.triton.page_gather import gather_tokens
 from quire.kernels.triton.rope_kernel import rope_and_write, rope_tables
@@ -49,6 +51,21 @@ def check_fp8(got, expected):
     (eight, scales), (twin, twin_scales) = got, expected
     torch.testing.assert_close(scales, twin_scales)
     assert (eight.float() == twin.float()).float().mean() > 0.95
+
+
+def lost(rows, scales):
+    eight = (rows.float() / scales[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return (eight.float() * scales[:, None] - rows.float()).square().sum(1)
+
+
+def test_scales_by_which_rows_of_eight_bits_lose_least():
+    rows = torch.cat((torch.randn(6, 300), torch.zeros(1, 300), torch.full((1, 300), 1e-20))).bfloat16()
+    found, twin = row_scales(rows), fp8_rows.row_scales(rows)
+    torch.testing.assert_close(found, twin)
+    nearest, least = lost(rows, rows.float().abs().amax(1).clamp(min=1e-12) / 448), lost(rows, twin)
+    assert (least <= nearest).all() and least.sum() < 0.95 * nearest.sum()
+    strided = torch.randn(5, 64)[:, :40]
+    torch.testing.assert_close(row_scales(strided), fp8_rows.row_scales(strided))
 
 
 def test_eight_bit_rows():

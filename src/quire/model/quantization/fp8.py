@@ -11,12 +11,11 @@ from types import SimpleNamespace
 import torch
 
 from quire.kernels import products
+from quire.kernels.reference import fp8_rows
 from quire.kernels.triton import configs
 from quire.model.loading.stored_tensor import StoredTensor
 from quire.model.quantization.dense_scheme import invariant_input, joined_gate, single_row
 from quire.model.quantization.scheme import Matrix, QuantScheme, RMSNorm, State
-
-LARGEST = 448.0  # of e4m3
 
 
 class Fp8Scheme:
@@ -35,9 +34,9 @@ class Fp8Scheme:
         self.put(state, first_row, rows)
 
     def put(self, state: State, first_row: int, rows: torch.Tensor) -> None:
-        """A row's largest element becomes the largest there is."""
+        """With the scale of each row by which it loses least."""
         place = slice(first_row, first_row + rows.shape[0])
-        scale = (rows.float().abs().amax(1) / LARGEST).clamp_(min=1e-12)
+        scale = self.kernels.scales(rows) if rows.is_cuda else fp8_rows.row_scales(rows)
         state["scale"][place] = scale
         state["weight"][place] = (rows.float() / scale[:, None]).to(torch.float8_e4m3fn)
 
@@ -53,11 +52,12 @@ class Fp8Scheme:
     @cached_property
     def kernels(self) -> SimpleNamespace:
         """Imported here, because they need Triton."""
-        from quire.kernels.triton import activation, gemm, gemv, norm, triton_ops
+        from quire.kernels.triton import activation, fp8_scales, gemm, gemv, norm, triton_ops
 
         return SimpleNamespace(
-            gemm=gemm, gemv=gemv, ops=triton_ops, quantise=activation.quantise_fp8, norm=norm.rms_norm_fp8
-        )
+            gemm=gemm, gemv=gemv, ops=triton_ops, quantise=activation.quantise_fp8, norm=norm.rms_norm_fp8,
+            scales=fp8_scales.row_scales,
+        )  # fmt: skip
 
     def apply(self, state: State, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         eight, scales = self.kernels.quantise(x)
