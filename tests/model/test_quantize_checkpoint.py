@@ -20,6 +20,7 @@ from quire.model import CompiledModel, load_model
 from quire.model.calibration import weight_rounding as rounding
 from quire.model.calibration.quantize_checkpoint import quantize_checkpoint
 from quire.model.calibration.recipe import SCHEMES, Recipe
+from quire.model.quantization.fp8 import Fp8Scheme
 from quire.types.errors import ConfigError
 
 SAMPLES = prompts(*[48] * 12, seed=5)
@@ -187,6 +188,22 @@ def test_gptq_and_clipping_err_less_than_the_nearest(correlated):
     in_turn = cost(rounding.gptq(weight, gram, GRID, act_order=False), weight, x)
     ordered = cost(rounding.gptq(weight, gram, GRID, act_order=True), weight, x)
     assert in_turn < 0.7 * plain and ordered < 0.7 * plain
+
+
+def test_8_bit_floats_lose_least_where_inputs_are_large():
+    generator = torch.Generator().manual_seed(0)
+    weight, matter = torch.randn(64, 128, generator=generator), torch.ones(128)
+    matter[[3, 77]] = 300
+
+    def loses(rounded):
+        return ((rounded.dense() - weight).square() @ matter).sum()
+
+    told, plain = (rounding.nearest_fp8(weight, torch.bfloat16, known) for known in (matter, None))
+    assert loses(told) < 0.6 * loses(plain)
+    eight = Fp8Scheme()
+    state = eight.create(64, 128, torch.device("cpu"), torch.bfloat16)
+    eight.put(state, 0, told.dense().bfloat16())  # a checkpoint of such rows stays what it is
+    torch.testing.assert_close(state["weight"].float() * state["scale"][:, None], told.dense(), rtol=1e-2, atol=0)
 
 
 def test_gptq_without_correlation_is_the_nearest(correlated):

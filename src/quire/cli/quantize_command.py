@@ -65,10 +65,9 @@ def quantize(
     recipe = Recipe(scheme.value, group_size, act_order=act_order, alpha=alpha, keep=keep)
     local = resolve(model)
     hardware, began = probe(device), time.perf_counter()
-    seen = 0 if recipe.scheme == "fp8" else samples
     if text is None:
-        parts = _own_text(model, hardware.device, seen + (0 if eval_text else eval_windows), window)
-        parts, scored = parts[:seen], parts[seen:]
+        parts = _own_text(model, hardware.device, samples + (0 if eval_text else eval_windows), window)
+        parts, scored = parts[:samples], parts[samples:]
     else:
         parts, scored = _windows(local, text, window, held_out=0.0 if eval_text else 0.2)
     if eval_text is not None:
@@ -78,7 +77,7 @@ def quantize(
         typer.echo(f"\r{scheme.value}: layer {done} of {of}", nl=done == of)
 
     report = quantize_checkpoint(
-        local.open(), local.path, out, recipe, parts[:seen], device=hardware.device, progress=progress
+        local.open(), local.path, out, recipe, parts[:samples], device=hardware.device, progress=progress
     )
     figures: dict[str, Any] = {
         "scheme": scheme.value,
@@ -110,8 +109,6 @@ def _windows(
 
 
 def _own_text(model: str, device: str, samples: int, window: int) -> list[list[int]]:
-    if not samples:
-        return []
     from quire.bench.own_text import own_text
     from quire.engine.llm import LLM
 

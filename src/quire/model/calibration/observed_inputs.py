@@ -19,6 +19,7 @@ class ObservedInputs:
         self.count = 0
         self.largest = torch.zeros(columns, device=device)
         self._size = torch.zeros(columns, device=device)
+        self._square = torch.zeros(columns, device=device)
         self.gram = torch.zeros(columns, columns, device=device) if gram else torch.empty(0, device=device)
 
     def add(self, x: torch.Tensor) -> None:
@@ -27,6 +28,7 @@ class ObservedInputs:
         self.count += len(x)
         self.largest = torch.maximum(self.largest, size.amax(0))
         self._size += size.sum(0)
+        self._square += size.square().sum(0)
         if self.gram.numel():
             self.gram.addmm_(x.t(), x)
 
@@ -34,6 +36,7 @@ class ObservedInputs:
         """As if every input had been divided by these, [columns]."""
         self.largest = self.largest / scales
         self._size /= scales
+        self._square /= scales.square()
         if self.gram.numel():
             self.gram /= scales[:, None]
             self.gram /= scales
@@ -41,6 +44,10 @@ class ObservedInputs:
     @property
     def mean_size(self) -> torch.Tensor:
         return self._size / max(self.count, 1)
+
+    @property
+    def mean_square(self) -> torch.Tensor:
+        return self._square / max(self.count, 1)
 
 
 class ObservingScheme(DenseScheme):

@@ -57,7 +57,7 @@ def quantize_checkpoint(
     """`files`: the folder of the source, whose tokenizer goes along. `samples`: token ids of the calibration text."""
     family, spec = read_family(source)
     _refuse(source, spec)
-    if not samples and recipe.scheme != "fp8":
+    if not samples:
         raise ConfigError("there is nothing to calibrate with; take a longer text")
     targets = checked_targets(family, spec, source)
     writer = CheckpointWriter(out, recipe)
@@ -134,7 +134,7 @@ class _Work:
     def all_layers(self, samples: Sequence[Sequence[int]], progress: Progress | None) -> None:
         for name in self._by_layer[None]:  # embeddings, the last norm, the head, and what no layer needs
             self._writer.plain(name, self._stored(name))
-        hidden = [] if self._recipe.scheme == "fp8" else self._embedded(samples)  # nothing looks at them
+        hidden = self._embedded(samples)
         count = len(self._spec.layers)
         for index in range(count):
             runner = self._filled(index)
@@ -209,9 +209,7 @@ class _Work:
 
     def _quantise(self, index: int, runner: LayerRunner, hidden: list[torch.Tensor]) -> None:
         recipe = self._recipe
-        seen: dict[int, list[ObservedInputs]] = {}
-        if recipe.scheme != "fp8":
-            seen = runner.observe(hidden, gram=recipe.bits == 4)
+        seen = runner.observe(hidden, gram=recipe.bits == 4)
         if recipe.scheme == "awq":
             parts = self._parts(index, runner)
             plain = {id(part.linear): round_to for part in parts if (round_to := self._rounding(part))}
@@ -220,10 +218,11 @@ class _Work:
             self._fold(index, runner, seen, lambda fold: smooth_scales(fold, seen, recipe.alpha))
         self._write_plain(index, runner)
         for part in self._parts(index, runner):
+            inputs = seen[id(part.linear)][part.index]
             # queries and keys meet in products, where clipped ranges cost more than their own outputs tell
-            clipped = recipe.scheme == "awq" and part.module != "qkv"
-            inputs = seen[id(part.linear)][part.index] if clipped else None
-            self._round(part, self._rounding(part, inputs.gram if inputs is not None and inputs.count else None))
+            clipped = recipe.scheme == "awq" and part.module != "qkv" and inputs.count
+            matter = inputs.mean_square if inputs.count else None
+            self._round(part, self._rounding(part, inputs.gram if clipped else None, matter))
 
     def _fold(
         self,
@@ -270,14 +269,16 @@ class _Work:
             self._writer.matrix(name, rounded.rows(stored), self._scale_dtype)
             self.matrices += 1
 
-    def _rounding(self, part: _Part, gram: torch.Tensor | None = None) -> Round | None:
+    def _rounding(
+        self, part: _Part, gram: torch.Tensor | None = None, matter: torch.Tensor | None = None
+    ) -> Round | None:
         """How a matrix is rounded; without what it has seen, to the nearest. None: no group divides its columns, or it
         chooses experts, or weighs them."""
         recipe, group = self._recipe, self._recipe.group_of(part.linear.columns)
         if group is None or part.module in STAY_FLOATS:
             return None
         if recipe.scheme == "fp8":
-            return partial(rounding.nearest_fp8, scale_dtype=self._scale_dtype)
+            return partial(rounding.nearest_fp8, scale_dtype=self._scale_dtype, matter=matter)
         grid = rounding.Grid(recipe.bits, recipe.symmetric, group, self._scale_dtype)
         if gram is None:
             return partial(rounding.nearest, grid=grid)

@@ -3,7 +3,7 @@
     awq           4 bits with zeros; inputs scaled by how large they are, ranges clipped (Lin et al. 2023)
     gptq          4 bits with zeros; what rounding a column costs is made up for by later ones (Frantar et al. 2022)
     smoothquant   8 bits by output channel; activations' outliers migrated into weights (Xiao et al. 2022)
-    fp8           e4m3 by output channel; nothing to calibrate
+    fp8           e4m3 by output channel; of its scales that by which what inputs make of a row's errors is least
 
 Refuses to know: models, files.
 """

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.reference.fp8_rows import row_scales
 from quire.types.errors import QuireError
 
 SMALLEST = 1e-8
@@ -93,8 +94,9 @@ def nearest(weight: torch.Tensor, grid: Grid, shrink: float | torch.Tensor = 1.0
     return Rounded(numbers.to(torch.uint8), scales, zeros.to(torch.uint8), grid.group)
 
 
-def nearest_fp8(weight: torch.Tensor, scale_dtype: torch.dtype) -> Rounded:
-    scales = (weight.abs().amax(1, keepdim=True) / LARGEST_FP8).clamp(min=SMALLEST).to(scale_dtype).float()
+def nearest_fp8(weight: torch.Tensor, scale_dtype: torch.dtype, matter: torch.Tensor | None = None) -> Rounded:
+    """With the scale of each row by which it loses least. `matter`, [columns]: what the square of an error costs."""
+    scales = row_scales(weight, matter)[:, None].clamp(min=SMALLEST).to(scale_dtype).float()
     numbers = (weight / scales).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
     return Rounded(numbers, scales, None, weight.shape[1])
 
