@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from quire.engine.event_queue import EventQueue
@@ -73,6 +74,7 @@ class AsyncClient:
         self.policy = policy or RestartPolicy()
         self.restarts = 0
         self.adapters = list(link.info.adapters)
+        self.on_change: Callable[[], None] = lambda: None  # its engine is lost, or another, or has other adapters
         self._link = link
         self._reopen = reopen
         self._extra = {"fields": {"model": name} if name else {}}  # of lines in the log
@@ -194,10 +196,22 @@ class AsyncClient:
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter by this name; an engine that replaces this one has it too."""
         self.adapters = (await self._ask(messages.LoadAdapter(name, path), messages.Adapted)).adapters
+        self.on_change()
 
     async def unload_adapter(self, name: str) -> None:
         """No new request may name it; those that have it finish with it."""
         self.adapters = (await self._ask(messages.UnloadAdapter(name), messages.Adapted)).adapters
+        self.on_change()
+
+    def attach_client(self, name: str, path: Path) -> None:
+        """Have this engine, until it ends, answer another client too, which listens there."""
+        if self.alive:
+            self._send(messages.Attach(name, f"ipc://{path}"))
+
+    def detach_client(self, name: str) -> None:
+        """That one is gone; what it asked for ends."""
+        if self.alive:
+            self._send(messages.Detach(name))
 
     async def _ask(self, question: messages.Question, kind: type[Kind]) -> Kind:
         self._require_alive()
@@ -338,6 +352,7 @@ class AsyncClient:
             if not future.done():
                 future.set_exception(EngineDeadError(why))
         self._asked.clear()
+        self.on_change()
 
     def _revive(self, link: Link, outbox: queue.SimpleQueue[messages.ToEngine]) -> None:
         self._link, self._outbox, self.info = link, outbox, link.info
@@ -345,6 +360,7 @@ class AsyncClient:
         self._adapt_again()
         if not self._closing.is_set():
             self._dead = ""
+        self.on_change()
 
     def _adapt_again(self) -> None:
         """A new engine has the adapters named at start: bring it to what the old one had, before any request."""

@@ -3,9 +3,10 @@ come on standard input, as JSON: a spare waits there, everything imported. Or, w
 with its options as a third argument; its ReplicaMembership comes on standard input from the actor that hosts it. A
 fourth is the descriptor of its link to who holds weights.
 
-One frame a step goes out, or a heartbeat when there is nothing to say; client messages are taken in between steps. It
-ends when told to, when its parent is gone, or, a replica, when its client has not been heard of for long. A replica
-whose connection breaks drops what it worked on, and joins again.
+One frame a step goes out, or a heartbeat when there is nothing to say; client messages are taken in between steps.
+Further clients come as the first one says (`attached_clients`). It ends when told to, when its parent is gone, or, a
+replica, when its client has not been heard of for long. A replica whose connection breaks drops what it worked on, and
+joins again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
+from quire.engine.attached_clients import AttachedClients
 from quire.engine.core import EngineCore
 from quire.engine.gc_control import give_back, shed, tidy
 from quire.engine.hub_session import HubSession
@@ -39,7 +41,9 @@ from quire.types.logs import configure_child
 from quire.types.membership import RESTART_EXIT_CODE, PeerLink, ReplicaMembership
 from quire.types.messages import (
     MAX_FRAME,
+    Attach,
     CacheEvents,
+    Detach,
     EngineInfo,
     Events,
     Failed,
@@ -76,6 +80,7 @@ class EngineProcess:
         self._poller = zmq.Poller()
         self._poller.register(self._wake_in, zmq.POLLIN)
         self._session: HubSession | None = None
+        self._attached = AttachedClients(self._context, self._poller)
         if member is None:
             self._socket = self._context.socket(zmq.PAIR)
             for name, value in ((zmq.LINGER, 2000), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.MAXMSGSIZE, MAX_FRAME)):
@@ -136,9 +141,12 @@ class EngineProcess:
             self._poller.unregister(source)
         session.close(lost=True)
         self._open_session(member, session.number + 1)
-        self.send(replace(ready, info=replace(ready.info, adapters=core.adapters.list())))
+        self.send(self._ready_now(core, ready))
         if self._recorder is not None:
             self._recorder.repeat()
+
+    def _ready_now(self, core: EngineCore, ready: Ready) -> Ready:
+        return replace(ready, info=replace(ready.info, adapters=core.adapters.list()))
 
     def wake(self) -> None:
         """From any thread: there is something to do."""
@@ -164,6 +172,7 @@ class EngineProcess:
         now = time.monotonic()
         if now - self._sent > HEARTBEAT_INTERVAL_S:
             self.send(Heartbeat())
+        self._attached.show_life(now, HEARTBEAT_INTERVAL_S)
         if now - self._beat > HEARTBEAT_INTERVAL_S:
             self.beat()
         return now
@@ -186,21 +195,18 @@ class EngineProcess:
             quiet = time.monotonic() - worked > QUIET_S
             idle = not core.busy and self._waits(0 if core.idle(quiet=quiet) else IDLE_POLL_MS)
             if idle and time.monotonic() - checked > CHECK_INTERVAL_S:
+                self._attached.forget_ended()
                 core.scheduler.check()  # no request is left: time to look whether all is in order
                 tidy()
                 checked = time.monotonic()
             now = self.show_life()
-            events: list[TokenEvent] = []
+            events = self._attached.receive(core)
             while self._socket.poll(0):
                 message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
                 self._on_heard(now)
                 if isinstance(message, Shutdown):
                     return message.restart
-                for reply in handle(core, message):
-                    if isinstance(reply, Events):
-                        events += reply.events
-                    else:
-                        self.send(reply)
+                events += self._handle(core, message)
                 if core.scheduler.first_batch_waits:
                     break
             if now - self._heard > ORPHAN_TIMEOUT_S:  # and nothing is waiting to be heard
@@ -208,10 +214,25 @@ class EngineProcess:
                 return False
             if core.busy:
                 events += core.step()
-            if events:
+            if events and (events := self._attached.deliver(events)):
                 self.send(Events(events))
             while self._recorder is not None and (changes := self._recorder.take()):
                 self.send(CacheEvents(*changes))
+
+    def _handle(self, core: EngineCore, message: ToEngine) -> list[TokenEvent]:
+        """Do what the client asks that this engine was started by; events to tell."""
+        if isinstance(message, Attach):
+            assert self._ready is not None
+            self._attached.attach(message, self._ready_now(core, self._ready))
+        elif isinstance(message, Detach):
+            self._attached.detach(core, message.client)
+        events: list[TokenEvent] = []
+        for reply in handle(core, message):
+            if isinstance(reply, Events):
+                events += reply.events
+            else:
+                self.send(reply)
+        return events
 
     def _on_heard(self, now: float) -> None:
         self._heard = max(self._heard, now)
@@ -221,6 +242,7 @@ class EngineProcess:
                 log.info("the client is reached again")
 
     def close(self) -> None:
+        self._attached.close()
         if self._session is not None:
             self._session.close()
         else:

@@ -20,18 +20,17 @@ from collections import deque
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 from msgspec.structs import replace
 
 from quire.engine.core import EngineCore
 from quire.engine.grammar_queue import endings
 from quire.engine.interrupts import uninterrupted
+from quire.engine.pair_link import POLL_INTERVAL_S, PairLink
 from quire.engine.weight_holder import WeightHolder
 from quire.types.config import EngineOptions
-from quire.types.errors import EngineDeadError, QuireError, from_wire, to_wire
+from quire.types.errors import EngineDeadError, QuireError, to_wire
 from quire.types.exit_codes import exit_reason
 from quire.types.messages import (
-    MAX_FRAME,
     Abort,
     Adapted,
     Answer,
@@ -39,12 +38,10 @@ from quire.types.messages import (
     Cached,
     EngineInfo,
     Events,
-    Failed,
     FinishAt,
     GetStats,
     GetTimelines,
     GetView,
-    Heartbeat,
     LoadAdapter,
     Power,
     Powered,
@@ -71,7 +68,6 @@ START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
 SPARE_TIMEOUT_S = 60.0  # that a spare has to take its options: its imports may not be done
 SERVED_NAME = "served_name"  # beside the options of an engine process: what its lines in the log call the model
-POLL_INTERVAL_S = 0.25  # between looks at whether the process is still there
 
 
 class Link(Protocol):
@@ -195,12 +191,10 @@ class LocalLink:
         self.core.close()
 
 
-class ProcessLink:
+class ProcessLink(PairLink):
     """The engine in a process of its own. `stop`, once set, ends a start that is under way. Without options it is a
     spare: a process that has imported all that engines need, and waits to be told to `start` one. `holder`: of weights
     that outlast it."""
-
-    info: EngineInfo
 
     def __init__(
         self,
@@ -209,37 +203,19 @@ class ProcessLink:
         holder: WeightHolder | None = None,
         name: str = "",
     ):
-        import zmq
-
         self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-        address = f"ipc://{self._directory / 'engine.sock'}"
-        self._socket.bind(address)
-        self._wake_lock = threading.Lock()
-        self._wake_in, self._wake_out = os.pipe()
-        os.set_blocking(self._wake_in, False)
-        os.set_blocking(self._wake_out, False)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake_in, zmq.POLLIN)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToClient)
+        super().__init__(self._directory / "engine.sock")
         self._death = -1
         self._spare = options is None
         try:
-            self._process = _start_process(address, holder)
+            self._process = _start_process(self.address, holder)
         except OSError as error:  # for want of memory, processes or descriptors
             self._release()
             raise EngineDeadError(f"no engine process could be started: {error}") from error
         self.pid = self._process.pid
         self._death = process_descriptor(self.pid)
         if self._death >= 0:
-            self._poller.register(self._death, zmq.POLLIN)
+            self._watch(self._death)
         self.heard = time.monotonic()
         if options is not None:
             self.start(options, stop, name)
@@ -276,50 +252,9 @@ class ProcessLink:
             self.close()
             raise
 
-    def send(self, *messages: ToEngine) -> None:
-        import zmq
-
-        try:
-            for message in messages:
-                self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # no engine is connected: queues have no limit of their own
-            raise EngineDeadError("the engine process is gone") from None
-
-    def receive(self, timeout: float | None) -> list[ToClient]:
-        waited = 0.0
-        while True:
-            slice_ = POLL_INTERVAL_S if timeout is None else min(POLL_INTERVAL_S, timeout - waited)
-            ready = dict(self._poller.poll(int(max(0.0, slice_) * 1000)))
-            ended = self._process.poll()  # looked at before the socket is read, so that its last words are heard
-            messages = self._drain()
-            if ended is not None and not messages:
-                raise EngineDeadError(f"the engine process ended with {exit_reason(ended)}")
-            if self._wake_in in ready:
-                os.read(self._wake_in, 4096)
-            waited += slice_
-            # What came after the poll gave up and before the socket was read must not wait, let alone be lost.
-            if ready or messages or (timeout is not None and waited >= timeout):
-                return messages
-
-    def _drain(self) -> list[ToClient]:
-        """What the engine has said since; its heartbeats are noted and go no further."""
-        import zmq
-
-        messages: list[ToClient] = []
-        while self._socket.poll(0):
-            message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
-            self.heard = time.monotonic()
-            if isinstance(message, Failed):
-                raise from_wire(message.kind, message.message)
-            if not isinstance(message, Heartbeat):
-                messages.append(message)
-        return messages
-
-    def wake(self) -> None:
-        with self._wake_lock:
-            if self._wake_out >= 0:
-                with contextlib.suppress(BlockingIOError):  # full of wakes already
-                    os.write(self._wake_out, b"w")
+    def _ended(self) -> str:
+        ended = self._process.poll()
+        return "" if ended is None else f"the engine process ended with {exit_reason(ended)}"
 
     def close(self, *, force: bool = False) -> None:
         assert self._process.stdin is not None
@@ -337,14 +272,9 @@ class ProcessLink:
         self._release()
 
     def _release(self) -> None:
-        self._socket.close()
-        self._context.term()
+        super()._release()
         if self._death >= 0:
             os.close(self._death)
-        with self._wake_lock:
-            os.close(self._wake_in)
-            os.close(self._wake_out)
-            self._wake_out = -1
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

@@ -1,6 +1,7 @@
 """Messages between a client and an engine process: msgpack by msgspec, tagged, never pickle.
 
-Client → engine: Submit, Abort, FinishAt, Query, Reset, Heartbeat (to a replica on another machine), Shutdown.
+Client → engine: Submit, Abort, FinishAt, Query, Reset, Heartbeat (to a replica on another machine), Shutdown; and from
+the one that started it, Attach and Detach of further clients.
 Engine → client: Ready (once a connection, or Failed), Events (one frame a step), CacheEvents (of a replica, to its
 router), Reply (to the Query of the same id), Failed (the engine died), Heartbeat (when there was nothing else to say
 for a while).
@@ -100,6 +101,19 @@ class Reset(msgspec.Struct, tag=True):
 
 class Shutdown(msgspec.Struct, tag=True):
     restart: bool = False  # whoever hosts the process starts another in its place
+
+
+class Attach(msgspec.Struct, tag=True):
+    """Another client of the same engine listens there, for a connection of its own."""
+
+    client: str
+    address: str
+
+
+class Detach(msgspec.Struct, tag=True):
+    """That client is gone, and its requests with it."""
+
+    client: str
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -230,7 +244,8 @@ class EngineInfo(msgspec.Struct):
         return self.max_model_len if self.pooling.encoder else self.max_model_len - 1
 
 
-ToEngine = Submit | Abort | FinishAt | Query | Reset | Heartbeat | Shutdown
+FromAttached = Submit | Abort | FinishAt | Query
+ToEngine = FromAttached | Reset | Heartbeat | Attach | Detach | Shutdown
 ToClient = Ready | Events | CacheEvents | Reply | Heartbeat | Failed
 
 
