@@ -22,7 +22,7 @@ LOWER = {"types", "assets", "text", "memory", "scheduling", "kernels", "model", 
 ALL = LOWER | {"engine", "observe", "serve", "lang", "cluster", "simulation", "bench", "cli"}
 
 # Of the engine room, what servers know of it.
-SERVED_BY = ("client", "frontend", "collector", "model_pool")
+SERVED_BY = ("client", "frontend", "collector", "model_pool", "worker_client")
 
 # Room → rooms it may import from (besides itself); a dotted name allows one module only.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -73,7 +73,10 @@ SERVE_MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     "http": {"core"},
     **{family: {"core", "http"} for family in FAMILIES},
-    **{f"http.{module}": FAMILIES | {"core", "http"} for module in ("app", "server", "field_tables")},
+    "workers": {"core", "http"},
+    **{f"http.{module}": FAMILIES | {"core", "http"} for module in ("app", "field_tables")},
+    "http.server": FAMILIES | {"core", "http", "workers"},
+    "workers.api_worker": {"core", "http", "workers"},
 }
 
 # What the offline engine may need on a machine that has little: everything else is imported where it is used.

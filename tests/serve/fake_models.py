@@ -40,7 +40,7 @@ class Fakes:
         await self.pool.start()
         return self.pool
 
-    def idle(self, *, quiet: bool) -> bool:
+    def idle(self) -> bool:
         assert self.pool is not None
         return all(one.requests == 0 for one in self.pool.states())
 

@@ -66,7 +66,7 @@ class _Exposition(Collector):
         if metrics.engine_up is not None:
             help = "Whether the engine answered last time."
             yield from self._gauge("engine_up", help, metrics.engine_up, shared=False)
-        memory = {"api": resident_bytes()} if self.process else {}
+        memory = {"api": resident_bytes() + metrics.workers_memory} if self.process else {}
         if metrics.stats is not None:
             yield from self._engine(metrics.stats)
             memory["engine"] = metrics.stats.memory

@@ -9,11 +9,13 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from quire.observe.metrics import Metrics, RequestMeter
+import msgspec
+
+from quire.observe.metrics import Metrics, Reading, RequestMeter
 from quire.types.request import Request
 
 logger = logging.getLogger("quire.requests")
@@ -35,7 +37,7 @@ class Entry:
     branches: int
     arrived: float
     ready: float
-    meter: RequestMeter
+    meter: RequestMeter | Reading  # a reading, where another process of this server follows it
     model: str
     ended: float = 0.0  # 0 while it runs
     error: str = ""
@@ -44,9 +46,34 @@ class Entry:
         return (self.ended or time.time()) - self.arrived
 
 
+class EntryReport(msgspec.Struct):
+    """An entry as one process of a server tells another of it."""
+
+    request: str
+    call: str
+    owner: str
+    traceparent: str
+    prompt: int
+    branches: int
+    arrived: float
+    ready: float
+    meter: Reading
+    model: str
+    ended: float
+    error: str
+
+    @classmethod
+    def of(cls, entry: Entry) -> EntryReport:
+        meter = entry.meter.reading() if isinstance(entry.meter, RequestMeter) else entry.meter
+        return msgspec.convert(vars(entry) | {"meter": meter}, cls)
+
+
 class Ledger:
-    def __init__(self, on_end: Callable[[Entry], None] | None = None):
+    """`reports`: whether another process is told of what changes here."""
+
+    def __init__(self, on_end: Callable[[Entry], None] | None = None, *, reports: bool = False):
         self.on_end = on_end
+        self._changed: dict[str, Entry] | None = {} if reports else None
         self._entries: OrderedDict[str, Entry] = OrderedDict()
 
     def find(self, id: str) -> list[Entry]:
@@ -58,6 +85,29 @@ class Ledger:
     def latest(self) -> Iterator[Entry]:
         """All that are remembered, the latest first."""
         return reversed(self._entries.values())
+
+    def changes(self, *, running: bool) -> list[EntryReport]:
+        """Those that came or ended since the last look, and with `running` how far all are that run."""
+        assert self._changed is not None
+        found, self._changed = self._changed, {}
+        if running:
+            found |= {id: entry for id, entry in self._entries.items() if not entry.ended}
+        return [EntryReport.of(entry) for entry in found.values()]
+
+    def note(self, report: EntryReport) -> None:
+        """What another process follows."""
+        self._put(Entry(**{name: getattr(report, name) for name in report.__struct_fields__}))
+
+    def lose(self, requests: Iterable[str], error: str) -> None:
+        """The process that followed them is gone."""
+        for request in requests:
+            if (entry := self._entries.get(request)) is not None and not entry.ended:
+                entry.ended, entry.error = time.time(), error
+
+    def _put(self, entry: Entry) -> None:
+        self._entries[entry.request] = entry
+        if len(self._entries) > KEPT:
+            self._entries.popitem(last=False)
 
     @contextmanager
     def watch(
@@ -78,9 +128,9 @@ class Ledger:
         entry = Entry(
             request.id, call, owner, traceparent, len(request.prompt), branches, came, ready, meter, metrics.model
         )
-        self._entries[request.id] = entry
-        if len(self._entries) > KEPT:
-            self._entries.popitem(last=False)
+        self._put(entry)
+        if self._changed is not None:
+            self._changed[request.id] = entry
         try:
             yield meter
         except BaseException as error:
@@ -89,12 +139,13 @@ class Ledger:
         finally:
             meter.close(branches)
             entry.ended = time.time()
-            self._log(entry)
+            if self._changed is not None:
+                self._changed[request.id] = entry
+            self._log(entry, meter)
             if self.on_end is not None:
                 self.on_end(entry)
 
-    def _log(self, entry: Entry) -> None:
-        meter = entry.meter
+    def _log(self, entry: Entry, meter: RequestMeter) -> None:
         fields = {
             "request": entry.request,
             "request_id": entry.call,

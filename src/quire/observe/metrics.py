@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import perf_counter
 
+import msgspec
+
 from quire.observe.energy import Energy
-from quire.observe.window import Window
+from quire.observe.window import Glance, Window
 from quire.types.events import EngineStats
 from quire.types.histogram import LATENCY, TOKENS, Histogram
 from quire.types.messages import EngineInfo
@@ -20,6 +22,33 @@ from quire.types.outputs import Delta
 from quire.types.request import FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+HISTOGRAMS = (
+    *("ttft", "gap", "tpot", "e2e"),
+    *("prompt_size", "output_size", "longest_output", "branches", "max_tokens", "prefill_size"),
+)
+COUNTERS = ("prompt_tokens", "computed_tokens", "cached_tokens", "output_tokens")
+
+
+class Counted(msgspec.Struct):
+    """What one process of a server counted since it last told another."""
+
+    histograms: dict[str, Histogram]
+    counters: dict[str, int]
+    finished: dict[str, int]
+    glance: Glance
+
+
+class Reading(msgspec.Struct):
+    """What the meter of a request shows."""
+
+    started: float
+    first: float
+    ended: float
+    cached: int
+    tokens: int
+    reasons: list[str]
 
 
 class Metrics:
@@ -30,6 +59,12 @@ class Metrics:
         self.energy = energy
         self.info = info
         self.window = Window()
+        self._begin()
+        self.stats: EngineStats | None = None
+        self.workers_memory = 0  # bytes of other processes that answer for this server
+        self.engine_up: bool | None = False  # None: there is to be no engine
+
+    def _begin(self) -> None:
         self.ttft = Histogram(LATENCY)
         self.gap = Histogram(LATENCY)
         self.tpot = Histogram(LATENCY)
@@ -45,8 +80,27 @@ class Metrics:
         self.cached_tokens = 0
         self.output_tokens = 0
         self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
-        self.stats: EngineStats | None = None
-        self.engine_up: bool | None = False  # None: there is to be no engine
+
+    def take(self) -> Counted:
+        """Everything since the last take; all of it begins anew here."""
+        told = Counted(
+            {name: getattr(self, name) for name in HISTOGRAMS},
+            {name: getattr(self, name) for name in COUNTERS},
+            self.finished,
+            self.window.take(),
+        )
+        self._begin()
+        return told
+
+    def add(self, told: Counted) -> None:
+        """What another process of this server took."""
+        for name in HISTOGRAMS:
+            getattr(self, name).add(told.histograms[name])
+        for name in COUNTERS:
+            setattr(self, name, getattr(self, name) + told.counters[name])
+        for reason, count in told.finished.items():
+            self.finished[reason] += count
+        self.window.add(told.glance)
 
     def request(self, prompt_tokens: int, arrived: float | None = None, max_tokens: int | None = None) -> RequestMeter:
         """Start measuring one request; `arrived` is its `perf_counter` time if that lies in the past, `max_tokens` what
@@ -94,6 +148,9 @@ class RequestMeter:
     @property
     def reasons(self) -> list[str]:
         return [branch.reason.value for branch in self._branches.values() if branch.reason is not None]
+
+    def reading(self) -> Reading:
+        return Reading(self.started, self.first, self.ended, self.cached, self.tokens, self.reasons)
 
     def deltas(self, deltas: Iterable[Delta], now: float | None = None) -> None:
         now = perf_counter() if now is None else now

@@ -66,6 +66,16 @@ class Window:
         self.gaps: Sample[float] = Sample(self._random)
         self.ended: Sample[tuple[float, float | None]] = Sample(self._random)
 
+    def add(self, glance: Glance) -> None:
+        """What happened elsewhere."""
+        self.tokens += glance.tokens
+        for sample, values in ((self.firsts, glance.firsts), (self.gaps, glance.gaps)):
+            for value in values:
+                sample.add(value)
+        for ended in glance.ended:
+            self.ended.add(ended)
+        self.ended.seen += glance.finished - len(glance.ended)
+
     def take(self) -> Glance:
         """Everything since the last take."""
         glance = Glance(self.tokens, self.ended.seen, self.firsts.kept, self.ended.kept, self.gaps.kept)

@@ -43,6 +43,7 @@ class TextModel:
         reasoning_parser: str = "auto",
     ):
         self.tokenizer = tokenizer
+        self.files: LocalModel | None = None  # that it was read from
         self.notes = [tokenizer.note] if tokenizer.note else []
         templates = dict(templates)
         if "default" not in templates:
@@ -60,6 +61,7 @@ class TextModel:
             text = cls(tokenizer_from_gguf(meta, str(model.path)), _templates_in_gguf(meta), model.name, **parsers)
         else:
             text = cls(tokenizer_from_files(model), _templates_in_files(model), model.name, **parsers)
+        text.files = model
         for note in text.notes:
             log.warning(note)
         return text

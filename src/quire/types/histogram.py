@@ -25,6 +25,11 @@ class Histogram(msgspec.Struct):
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def add(self, other: Histogram) -> None:
+        """What another counted, in the same buckets."""
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
     def cumulative(self) -> list[tuple[str, float]]:
         """(upper bound, observations up to it), as Prometheus wants buckets."""
         rows: list[tuple[str, float]] = []

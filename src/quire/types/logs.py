@@ -27,10 +27,10 @@ def configure(format: str = "text", level: str = "info", *, request_id: Callable
     _install(format, level, "api", request_id)
 
 
-def configure_child(process: str, **fields: str) -> None:
+def configure_child(process: str, *, request_id: Callable[[], str] | None = None, **fields: str) -> None:
     """As the parent process was told; each line has the `fields` that are not empty."""
     format, _, level = os.environ.get(_INHERITED, "text:info").partition(":")
-    _install(format, level, process, None, {name: value for name, value in fields.items() if value})
+    _install(format, level, process, request_id, {name: value for name, value in fields.items() if value})
 
 
 def _install(

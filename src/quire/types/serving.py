@@ -70,6 +70,9 @@ class ServeOptions(ModelPoolOptions, ReplicaOptions):
     max_body: str = option("16M", "largest request body", size=True)
     max_header: str = option("64K", "largest request line and headers together", size=True)
     max_connections: int = option(4096, "open connections per port", low=1)
+    api_workers: int = option(
+        1, "processes that answer the API's port, over one engine: more than one where streams keep one busy", low=1
+    )
     prepare_workers: int = option(2, "threads that render templates and tokenise", low=1)
     prepare_seconds: float = option(10.0, "longest time one request may take to render and tokenise", above=0)
 
@@ -126,6 +129,9 @@ class ServeOptions(ModelPoolOptions, ReplicaOptions):
                 raise ConfigError(f"{cert} and {key} need each other")
         if self.grpc_cert is not None and self.grpc_port is None:
             raise ConfigError("grpc_cert and grpc_key have no effect without grpc_port")
+        if self.api_workers > 1 and (self.models is not None or self.replicas is not None):
+            other = "models" if self.models is not None else "replicas"
+            raise ConfigError(f"api_workers share one engine, and {other} means several: leave one of the two out")
         if 0 < self.hang_timeout < self.heartbeat:
             raise ConfigError("hang_timeout must not be shorter than heartbeat")
         for origin in self.origins:

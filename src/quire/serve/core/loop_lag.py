@@ -33,6 +33,16 @@ class LagMonitor:
         self.total += lag
         self.recent.append(lag)
 
+    def take(self) -> tuple[list[int], float]:
+        """What was counted since the last take, which begins anew."""
+        told, self.counts, self.total = (self.counts, self.total), [0] * (len(BOUNDS) + 1), 0.0
+        return told
+
+    def add(self, counts: list[int], total: float) -> None:
+        """What another process took."""
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, counts, strict=True)]
+        self.total += total
+
     def percentile(self, share: float) -> float:
         """Of the last minute, roughly; 0 while nothing was measured."""
         ordered = sorted(self.recent)

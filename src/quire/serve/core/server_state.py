@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from quire.engine.frontend import Frontend
 from quire.engine.model_pool import Lease, ModelPool
@@ -28,9 +29,39 @@ from quire.types.serving import ServeOptions
 logger = logging.getLogger("quire.serve")
 
 
+class KeptElsewhere(Exception):
+    """A request that came to an API worker needs what the main process keeps; `body` is that of the request."""
+
+    def __init__(self, body: bytes):
+        super().__init__("the main process keeps what this request needs")
+        self.body = body
+
+
+class OtherProcesses(Protocol):
+    """The API workers of a server, as its main process tells of them."""
+
+    @property
+    def up(self) -> int:
+        """How many answer now."""
+        ...
+
+    @property
+    def restarts(self) -> int: ...
+
+    @property
+    def preparing(self) -> int:
+        """Requests being prepared there."""
+        ...
+
+    async def refresh(self) -> None:
+        """Have all that they counted until now counted here."""
+        ...
+
+
 @dataclass(frozen=True)
 class Serving:
-    """What the routes of one server share."""
+    """What the routes of one server share. In a server with API workers the main process has the `workers`, and each
+    worker (`is_worker`) another that knows the requests it answers itself."""
 
     models: ModelPool
     metrics_by_model: Mapping[str, Metrics]
@@ -42,10 +73,22 @@ class Serving:
     lanes: Lanes
     lag: LagMonitor
     created: int
+    workers: OtherProcesses | None = None
+    is_worker: bool = False
 
     @property
     def max_body(self) -> int:
         return self.options.body_bytes
+
+    def need_store(self, body: bytes) -> None:
+        """For requests that need what is kept for callers: in a worker the main process answers them."""
+        if self.is_worker:
+            raise KeptElsewhere(body)
+
+    async def refresh(self) -> None:
+        """Have what other processes of this server counted until now counted here."""
+        if self.workers is not None:
+            await self.workers.refresh()
 
     @property
     def frontend(self) -> Frontend:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from quire.engine.model_pool import ModelPool
 from quire.observe.energy import Energy
@@ -29,9 +32,12 @@ from quire.serve.core.generation import Serving
 from quire.serve.core.loop_lag import LagMonitor
 from quire.serve.core.prepare_pool import PreparePool
 from quire.serve.core.rate_limits import RequestAdmission
+from quire.serve.core.server_state import OtherProcesses
+from quire.serve.core.shared_counts import SharedCounts
 from quire.serve.http.auth import Gate
 from quire.serve.http.error_bodies import Guard, on_error
 from quire.serve.http.openapi import install_schemas
+from quire.serve.http.relay import Relay
 from quire.serve.ollama import generate as ollama
 from quire.serve.ollama import model_admin as ollama_files
 from quire.serve.ollama import model_info as ollama_models
@@ -54,6 +60,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire.serve")
 
 QUEUE = 512  # requests that may wait beyond those that run at once: a burst that fits is not refused
+
+# What API workers answer themselves, and how: all work that needs nothing but the engine.
+WORKER_PATHS = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"),
+        *("/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/classify"),
+        *("/v1/messages", "/v1/messages/count_tokens"),
+        *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+    }
+)
 
 Router = Callable[[Serving], APIRouter]
 
@@ -79,6 +95,17 @@ PUBLIC: list[Router] = [
     live.router,
     dashboard.router,
 ]
+WORKER: list[Router] = [
+    chat.router,
+    completions.router,
+    responses.router,
+    embeddings.router,
+    scoring.router,
+    anthropic.router,
+    ollama.router,
+    ollama_models.router,
+    tokens.router,
+]
 ADMIN_ONLY: list[Router] = [
     health.router,
     health.metrics_router,
@@ -94,14 +121,21 @@ ADMIN_ONLY: list[Router] = [
 
 
 def create_serving(
-    models: ModelPool | Frontend, options: ServeOptions | None = None, keys: KeyRing | None = None
+    models: ModelPool | Frontend,
+    options: ServeOptions | None = None,
+    keys: KeyRing | None = None,
+    *,
+    counts: SharedCounts | None = None,
+    workers: OtherProcesses | None = None,
+    is_worker: bool = False,
 ) -> Serving:
-    """What the routes of both applications share. Without keys, everything is open."""
+    """What the routes of both applications share. Without keys, everything is open. `counts`: those of a server of
+    several processes."""
     options = options or ServeOptions()
     pool = models if isinstance(models, ModelPool) else ModelPool.of(models)
     info = pool.default.client.info
-    energy = Energy()
-    if not energy.available:
+    energy = None if is_worker else Energy()
+    if energy is not None and not energy.available:
         logger.info("no energy metrics: %s", "; ".join(energy.reasons))
     metrics = {name: Metrics(name, energy if not at else None) for at, name in enumerate(pool.names)}
     for name in pool.loaded():
@@ -111,11 +145,12 @@ def create_serving(
         max_queue_tokens=options.max_queue_tokens or 4 * info.pages * info.page_size,
         key_concurrency=options.key_concurrency,
         key_tokens_per_minute=options.key_tokens_per_minute,
+        counts=counts or SharedCounts(),
     )
     return Serving(
         models=pool,
         metrics_by_model=metrics,
-        ledger=traced(pool, Ledger(), options.otlp_endpoint),
+        ledger=traced(pool, Ledger(reports=is_worker), options.otlp_endpoint),
         options=options,
         keys=keys or KeyRing(),
         admission=admission,
@@ -123,6 +158,8 @@ def create_serving(
         lanes=Lanes(admission, info),
         lag=LagMonitor(),
         created=int(time.time()),
+        workers=workers,
+        is_worker=is_worker,
     )
 
 
@@ -133,12 +170,26 @@ def create_app(serving: Serving) -> FastAPI:
     )
 
 
+def create_worker_app(serving: Serving, main: Path) -> FastAPI:
+    """The public API as an API worker has it: what it does not answer itself the main process does, behind `main`."""
+    passing_on = partial(Relay, own=WORKER_PATHS, main=main)
+    return _app(serving, INFERENCE, WORKER, "Quire API worker", "", passing_on)
+
+
 def create_admin_app(serving: Serving) -> FastAPI:
     """What operators need and users must not reach, for keys with the admin scope."""
     return _app(serving, ADMIN, ADMIN_ONLY, "Quire admin", "Operating a Quire server.")
 
 
-def _app(serving: Serving, scope: str, routers: list[Router], title: str, description: str) -> FastAPI:
+def _app(
+    serving: Serving,
+    scope: str,
+    routers: list[Router],
+    title: str,
+    description: str,
+    before: Callable[[ASGIApp], ASGIApp] | None = None,
+) -> FastAPI:
+    """`before`: what a request meets before the gate."""
     app = FastAPI(
         title=title,
         description=description,
@@ -156,6 +207,8 @@ def _app(serving: Serving, scope: str, routers: list[Router], title: str, descri
             allow_headers=["*"],
             expose_headers=["*"],
         )
+    if before is not None:
+        app.add_middleware(before)
     app.add_middleware(Guard)  # added last, so outermost
     for router in routers:
         app.include_router(router(serving))

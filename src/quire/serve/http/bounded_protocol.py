@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
@@ -108,6 +109,8 @@ class BoundedProtocol(HttpToolsProtocol):
     max_connections: ClassVar[int]
     outbox: ClassVar[Outbox]
     flow: ReadFlow
+    crowded = False  # too many connections, by the word of who accepted this one
+    on_lost: Callable[[], None] | None = None  # told once that this one is over
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -124,7 +127,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = ReadFlow(transport)
-        if len(self.connections) > self.max_connections:
+        if self.crowded or len(self.connections) > self.max_connections:
             self._refuse(503, "too many connections")
         else:
             self._start_timer()
@@ -133,6 +136,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._held.clear()
         super().connection_lost(exc)
+        self.lost()
+
+    def lost(self) -> None:
+        """It is over, or came to nothing."""
+        on_lost, self.on_lost = self.on_lost, None
+        if on_lost is not None:
+            on_lost()
 
     def data_received(self, data: bytes) -> None:
         self._held += data

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import inspect
 import ipaddress
 import json
@@ -19,22 +18,19 @@ import shlex
 import signal
 import socket
 import ssl
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
-
-import uvicorn
-from fastapi import FastAPI
+from typing import TYPE_CHECKING, Any
 
 from quire.serve.core.api_keys import ADMIN, INFERENCE, KeyRing
 from quire.serve.grpc.service import RpcServer
 from quire.serve.http.app import create_admin_app, create_app, create_serving
-from quire.serve.http.bounded_protocol import bounded_protocol
+from quire.serve.http.bounded_server import BACKLOG, LAST_WORDS, Server, run_loop
+from quire.serve.workers.api_workers import ApiWorkers
 from quire.types.errors import ConfigError, QuireError
 from quire.types.grammar import GrammarSpec
 from quire.types.serving import ServeOptions
@@ -48,11 +44,6 @@ if TYPE_CHECKING:
 FrontendFactory = Callable[[], "Frontend | ModelPool | Awaitable[Frontend | ModelPool]"]
 
 logger = logging.getLogger("quire.serve")
-
-BACKLOG = 2048  # connections that may wait to be accepted
-KEEP_ALIVE = 75  # seconds an idle connection stays open
-LAST_WORDS = 2  # seconds for the last bytes of answers to leave
-SWITCH_INTERVAL = 0.001  # seconds a thread may keep the interpreter: templates must not hold up streams
 
 
 class ServerUrl(str):
@@ -139,15 +130,14 @@ def _run(
         with _sigterm_ends_the_start():
             built = frontend_factory()
             models = await built if inspect.isawaitable(built) else built
-        await Life(create_serving(models, options, keys)).run(listeners, ready)
+        if options.api_workers == 1:
+            await Life(create_serving(models, options, keys)).run(listeners, ready)
+            return
+        with closing(ApiWorkers(options, keys)) as workers:
+            serving = create_serving(models, options, keys, counts=workers.counts, workers=workers)
+            await Life(serving, workers).run(listeners, ready)
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL)
-    try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(serve())
-    finally:
-        sys.setswitchinterval(interval)
+    run_loop(serve())
 
 
 @contextmanager
@@ -169,12 +159,15 @@ def _sigterm_ends_the_start() -> Iterator[None]:
 
 
 class Life:
-    """From the first request to the last: two servers on one loop, how they stop, and what they leave behind."""
+    """From the first request to the last: two servers on one loop, how they stop, and what they leave behind. With
+    `workers`, these answer the API's port, and the public server here what they pass on."""
 
-    def __init__(self, serving: Serving):
+    def __init__(self, serving: Serving, workers: ApiWorkers | None = None):
         self.serving = serving
+        self.workers = workers
         self.loop = asyncio.get_running_loop()
-        self.servers = [Server(app, serving.options) for app in (create_app(serving), create_admin_app(serving))]
+        public = Server(create_app(serving), serving.options, plain=workers is not None)
+        self.servers = [public, Server(create_admin_app(serving), serving.options)]
         self._rpc = RpcServer(serving) if serving.options.grpc_port is not None else None
         self._stops = 0
         self._end: asyncio.Task[None] | None = None
@@ -187,13 +180,15 @@ class Life:
         lost.add_done_callback(lambda lost: None if lost.cancelled() else self.stop())
         try:
             with self._signals():
-                pairs = zip(self.servers, listeners[:2], strict=True)
+                public = listeners[0] if self.workers is None else self.workers.listener
+                pairs = zip(self.servers, (public, listeners[1]), strict=True)
                 serving = asyncio.gather(*(server.serve([listener]) for server, listener in pairs))
                 for server in self.servers:
                     await server.up.wait()
                 if self._rpc is not None:
                     await self._rpc.start(listeners[2])
-                ready(self)
+                if self.workers is None or await self._start(self.workers, listeners[0], serving):
+                    ready(self)
                 threading.Thread(target=self._warm_up, name="quire-warm-up", daemon=True).start()
                 await serving
             if lost.done():
@@ -203,9 +198,21 @@ class Life:
             lag.cancel()
             if self._rpc is not None:
                 await self._rpc.stop(LAST_WORDS)
+            if self.workers is not None:
+                await self.workers.stop()
             self.serving.prepare_pool.close()
             await models.close()
             logger.info("shut down")
+
+    async def _start(self, workers: ApiWorkers, listener: socket.socket, serving: asyncio.Future[Any]) -> bool:
+        """Whether the workers answer; False: the server was told to stop before."""
+        starting = asyncio.ensure_future(workers.start(self.serving, listener))
+        await asyncio.wait((starting, serving), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done() and starting.exception() is not None:
+            self._exit()
+            await serving
+            starting.result()
+        return not starting.cancel()
 
     def _warm_up(self) -> None:
         """Start the process that tries grammars, so that the first one does not wait for it."""
@@ -237,6 +244,8 @@ class Life:
             self._exit()
 
     async def _cut_off(self) -> None:
+        if self.workers is not None:
+            self.workers.cut_off()
         await self.serving.models.close()  # ends requests, each with an error its client can read
         with suppress(TimeoutError):
             await asyncio.wait_for(self.serving.admission.idle(), LAST_WORDS)
@@ -260,43 +269,6 @@ class Life:
         finally:
             for number in signals:
                 self.loop.remove_signal_handler(number)
-
-
-class Server(uvicorn.Server):
-    """uvicorn within bounds, saying when it is up, and leaving signals to Life."""
-
-    def __init__(self, app: FastAPI, options: ServeOptions):
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=bounded_protocol(options.header_bytes, options.max_connections),
-                ws="none",
-                lifespan="on",
-                log_config=None,  # its lines are like all others
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=LAST_WORDS,
-                ssl_certfile=options.ssl_certfile,
-                ssl_keyfile=options.ssl_keyfile,
-            )
-        )
-        self.up = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.up.set()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self.lifespan.shutdown(), LAST_WORDS)  # uvicorn leaves it out if it is forced
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @contextmanager
@@ -380,11 +352,3 @@ def print_welcome(url: ServerUrl, model: str, locked: bool) -> None:
     print("Open it in a browser, or try:\n")
     data = shlex.quote(json.dumps(body))
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' {key}-d {data}\n", flush=True)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    if importlib.util.find_spec("uvloop"):
-        import uvloop
-
-        return uvloop.new_event_loop
-    return asyncio.new_event_loop

@@ -340,6 +340,8 @@ def router(serving: Serving) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         raw, arrived = await read_body(request, serving.max_body), time.perf_counter()
         body = await parse(serving, raw)
+        if body.store:
+            serving.need_store(raw)
         id, talk = await begin(serving, body, arrived)
 
         def keep(made: bytes) -> None:

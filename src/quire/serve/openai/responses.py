@@ -24,6 +24,7 @@ from quire.serve.http.openapi import answers, generates, queried
 from quire.serve.openai import conversations_api
 from quire.serve.openai.object_store import PAGED, ItemList, page_of_items
 from quire.serve.openai.responses_bodies import LOGPROBS, ResponseRequest
+from quire.serve.openai.responses_input import conversation_of
 from quire.serve.openai.responses_items import replayed
 from quire.serve.openai.responses_objects import InputTokens, ResponseDeleted, ResponseObject
 from quire.serve.openai.responses_run import Background, Run
@@ -64,6 +65,13 @@ async def whole(serving: Serving, raw: bytes) -> bytes:
     return await run.whole(await run.start(arrived))
 
 
+def needs_kept(body: ResponseRequest) -> bool:
+    """Whether it is to be kept, or goes on from or refers to what was."""
+    items = body.input if isinstance(body.input, list) else []
+    refers = any(item.kind == "item_reference" for item in items)
+    return body.store is not False or bool(body.previous_response_id) or conversation_of(body) is not None or refers
+
+
 def followed(request: Request) -> int | None:
     """After which event a reader wants the stream of a response; None: it wants the response."""
     stream, after = map(request.query_params.get, ("stream", "starting_after"))
@@ -102,8 +110,10 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.post("/v1/responses", summary="Create a response", openapi_extra=generates(ResponseRequest, ResponseObject))
     async def create(request: Request) -> Response:
-        arrived = time.perf_counter()
-        body = await parse(serving, await read_body(request, serving.max_body))
+        arrived, raw = time.perf_counter(), await read_body(request, serving.max_body)
+        body = await parse(serving, raw)
+        if needs_kept(body):
+            serving.need_store(raw)
         run = Run(serving, body, kept, owner_of(request))
         if body.background:
             run.turn().offered()  # what can be told now is not left to the background

@@ -108,6 +108,7 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.get("/v1/requests", summary="Requests, running and ended", openapi_extra=answers(RequestList))
     async def list_requests(limit: int = 100) -> Response:
+        await serving.refresh()
         key = current().key
         mine = (e for e in serving.ledger.latest() if ADMIN in key.scopes or e.owner == key.name)
         found = [summary(entry) for entry in islice(mine, max(0, min(limit, MAX_LISTED)))]
@@ -115,6 +116,7 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.delete("/v1/requests/{id}", summary="Cancel a request", openapi_extra=answers(Cancelled))
     async def cancel_request(id: str) -> Response:
+        await serving.refresh()
         running = [entry for entry in own(id) if not entry.ended]
         for entry in running:
             if (frontend := serving.models.loaded().get(entry.model)) is not None:
@@ -125,6 +127,7 @@ def router(serving: Serving) -> APIRouter:
         "/v1/requests/{id}/explain", summary="Where did a request's time go?", openapi_extra=answers(Explanations)
     )
     async def explain_request(id: str) -> Response:
+        await serving.refresh()
         everything, now = ADMIN in current().key.scopes, time.time()
         found = [explain(e, await timelines(serving, e), now, others=everything) for e in own(id)]
         return Response(json(Explanations(found)), media_type="application/json")

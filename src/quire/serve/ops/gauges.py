@@ -25,13 +25,14 @@ class _Gauges(Collector):
         self.replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
-        admission, lag = self.serving.admission, self.serving.lag
+        admission, lag, workers = self.serving.admission, self.serving.lag, self.serving.workers
+        preparing = self.serving.prepare_pool.pending + (workers.preparing if workers is not None else 0)
         for name, help, value in (
             ("requests_inflight", "Requests under way.", admission.inflight),
             ("queue_requests", "Requests without a first token.", admission.waiting),
             ("queue_tokens", "Tokens those requests may need.", admission.queued),
             ("queue_wait_seconds", "How long requests waited for a first token lately.", admission.wait()),
-            ("prepare_jobs", "Requests being rendered and tokenised off the loop.", self.serving.prepare_pool.pending),
+            ("prepare_jobs", "Requests being rendered and tokenised off the loop.", preparing),
         ):
             yield GaugeMetricFamily(f"quire_{name}", help, value)
         refused = CounterMetricFamily("quire_admission_refused", "Requests refused, by reason.", labels=("reason",))
@@ -40,6 +41,9 @@ class _Gauges(Collector):
         yield refused
         restarts = self.serving.models.restarts()
         yield CounterMetricFamily("quire_engine_restarts", "Times the engine was replaced.", restarts)
+        if workers is not None:
+            yield GaugeMetricFamily("quire_api_workers", "API workers that answer.", workers.up)
+            yield CounterMetricFamily("quire_api_worker_restarts", "Times one was replaced.", workers.restarts)
         if not self.serving.models.single_model:
             yield from self._of_models()
         yield from self._of_replicas()

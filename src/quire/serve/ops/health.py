@@ -107,7 +107,7 @@ def metrics_router(serving: Serving) -> APIRouter:
 
     @routes.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        await asyncio.gather(*(ask_engine(serving, name) for name in serving.models.names))
+        await asyncio.gather(serving.refresh(), *(ask_engine(serving, name) for name in serving.models.names))
         told = exposition.render(*serving.metrics_by_model.values())
         return Response(told + gauges.render(serving, await all_replicas(serving)), media_type=CONTENT_TYPE)
 
