@@ -1,11 +1,12 @@
-"""CPU time that the API process spends on one streamed token.
+"""CPU time that API processes spend on one streamed token.
 
-    python scripts/api_cpu_per_token.py [--streams 64] [--tokens 300] [--interval 0.03] [--rounds 3]
+    python scripts/api_cpu_per_token.py [--streams 64] [--tokens 300] [--interval 0.03] [--rounds 3] [--api-workers 1]
 
-A server as `quire serve` runs it, with the default model's tokenizer, stands over a link whose engine draws one token
-per request and step at a steady pace; a second process drains the sockets. Counted is the user and system time of all
-the server's threads between the first step and the last, so that neither the requests' preparation nor their end is in
-it. Tokens per chunk are reported too: a server that lags coalesces, and looks cheaper than it is.
+A server as `quire serve` runs it, with the default model's tokenizer, stands over an engine process that draws one
+token per request and step at a steady pace; another process drains the sockets. Counted is the user and system time of all
+threads of the API processes (the main process, and API workers where there are several) between the first step and the
+last, so that neither the requests' preparation nor their end is in it. Tokens per chunk are reported too: a server that
+lags coalesces, and looks cheaper than it is.
 """
 
 from __future__ import annotations
@@ -13,26 +14,34 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import selectors
 import socket
 import sys
-import threading
+import tempfile
 import time
-from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
+
 from quire.assets import resolve
 from quire.engine.client import AsyncClient
+from quire.engine.engine_process import EngineProcess
 from quire.engine.frontend import Frontend
+from quire.engine.pair_link import PairLink
 from quire.serve.http.server import run_server
 from quire.text import TextModel
-from quire.types.events import TokenEvent
-from quire.types.messages import Abort, EngineInfo, Events, Submit
-from quire.types.request import FinishReason
+from quire.types.events import EngineStats, TokenEvent
+from quire.types.logs import configure
+from quire.types.messages import EngineInfo, Ready
+from quire.types.request import FinishReason, Request
 from quire.types.serving import ServeOptions
 
 MODEL = "smollm2-135m"
+WORKER = "quire.serve.workers.api_worker"
 TEXT = (
     'A page table maps "virtual" addresses to frames; each entry holds a frame number and a few bits.\n'
     "Caches, naïve or not, trade space for time: déjà vu — at 3 µs a miss.\n\n1. look up\n2. fetch\n3. retry\n"
@@ -40,76 +49,107 @@ TEXT = (
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
-class PacedLink:
-    """Stands in for an engine: once `streams` requests are there, each gets a token every `interval` seconds."""
+class PacedCore:
+    """Stands in for an engine: once `streams` requests are there, each gets a token every `interval` seconds. `pipe` is
+    told what the API processes used meanwhile."""
 
-    def __init__(self, text: TextModel, streams: int, tokens: int, interval: float):
-        self.info = EngineInfo(
-            model=MODEL, max_model_len=8192, vocab_size=text.tokenizer.vocab_size, pages=1 << 20, page_size=16,
-            max_batch_tokens=8192, depth=1, device="none", dtype="none", reasons=[], slots=streams,
-        )  # fmt: skip
-        self.heard = time.monotonic()
-        self.results: deque[dict[str, float]] = deque()
-        self._ids = text.tokenizer.encode(TEXT * (tokens // 40 + 1), add_special=False)[:tokens]
-        self._streams, self._interval = streams, interval
+    def __init__(self, pipe: Any, ids: list[int], streams: int, interval: float):
+        self.scheduler = SimpleNamespace(first_batch_waits=False, check=lambda: None, memory=None)
+        self.adapters = SimpleNamespace(list=list)
+        self.on_progress = self.settle = lambda: None
+        self._pipe, self._ids, self._streams, self._interval = pipe, ids, streams, interval
         self._requests: list[str] = []
         self._step = 0
-        self._due = self._cpu = self._began = 0.0
-        self._woken = threading.Event()
+        self._due = self._began = 0.0
+        self._used: dict[int, float] = {}
 
-    def send(self, message: Any) -> None:
-        if isinstance(message, Submit):
-            self._requests.append(message.request.id)
-            if len(self._requests) == self._streams:
-                self._due = time.monotonic() + 0.5  # let the work of arriving end first
-        elif isinstance(message, Abort) and message.request in self._requests:
-            self._requests.remove(message.request)
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests)
 
-    def receive(self, timeout: float | None) -> list[Any]:
-        self.heard = time.monotonic()
+    def idle(self, *, quiet: bool) -> bool:
+        return False
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def submit(self, request: Request) -> None:
+        self._requests.append(request.id)
+        if len(self._requests) == self._streams:
+            self._due = time.monotonic() + 0.5  # let the work of arriving end first
+
+    def abort(self, request_id: str) -> list[TokenEvent]:
+        return []
+
+    finish_at = abort  # nobody hangs up, nor stops early
+
+    def step(self) -> list[TokenEvent]:
         if len(self._requests) < self._streams:
-            self._woken.wait(timeout)
-            self._woken.clear()
+            time.sleep(0.001)
             return []
-        time.sleep(max(0.0, self._due - self.heard))
+        time.sleep(max(0.0, self._due - time.monotonic()))
         self._due += self._interval
         if self._step == 0:
-            self._cpu, self._began = time.process_time(), time.monotonic()
+            self._used, self._began = processor_times(), time.monotonic()
         last = self._step == len(self._ids) - 1
         if last:
             time.sleep(0.3)  # everything before is out
-            used, count = time.process_time() - self._cpu, self._step * self._streams
-            self.results.append({"us": 1e6 * used / count, "seconds": time.monotonic() - self._began})
+            self._tell(time.monotonic() - self._began)
         finish = FinishReason.LENGTH if last else None
         token = [self._ids[self._step]]
         events = [TokenEvent(request, 0, self._step, token, finish) for request in self._requests]
         self._step += 1
         if last:
             self._requests, self._step = [], 0
-        return [Events(events)]
+        return events
 
-    def wake(self) -> None:
-        self._woken.set()
+    def _tell(self, seconds: float) -> None:
+        used = [seconds - self._used[pid] for pid, seconds in processor_times().items()]
+        count = self._step * self._streams
+        self._pipe.send({"us": 1e6 * sum(used) / count, "most": max(used) / seconds, "seconds": seconds})
+
+
+def processor_times() -> dict[int, float]:
+    """Of the API processes: the server that started this one, and its workers."""
+    server = psutil.Process(os.getppid())
+    api = [server, *(child for child in server.children() if WORKER in child.cmdline())]
+    return {process.pid: sum(process.cpu_times()[:2]) for process in api}
+
+
+def engine(address: str, pipe: Any, tokens: int, streams: int, interval: float) -> None:
+    tokenizer = TextModel.load(resolve(MODEL, progress=False)).tokenizer
+    ids = tokenizer.encode(TEXT * (tokens // 40 + 1), add_special=False)[:tokens]
+    info = EngineInfo(
+        model=MODEL, max_model_len=8192, vocab_size=tokenizer.vocab_size, pages=1 << 20, page_size=16,
+        max_batch_tokens=8192, depth=1, device="none", dtype="none", reasons=[], slots=streams,
+    )  # fmt: skip
+    process, core = EngineProcess(address), PacedCore(pipe, ids, streams, interval)
+    process.announce(core, info)  # type: ignore[arg-type]
+    process.serve(core)  # type: ignore[arg-type]
+
+
+class EngineLink(PairLink):
+    def _ended(self) -> str:
+        return ""
 
     def close(self, *, force: bool = False) -> None:
+        self._release()
+
+
+def serve(pipe: Any, results: Any, workers: int, tokens: int, streams: int, interval: float) -> None:
+    configure(level="warning")
+    link = EngineLink(Path(tempfile.mkdtemp(prefix="quire-")) / "engine.sock")
+    spawn = multiprocessing.get_context("spawn")
+    spawn.Process(target=engine, args=(link.address, results, tokens, streams, interval), daemon=True).start()
+    while not (ready := [each for each in link.receive(1) if isinstance(each, Ready)]):
         pass
-
-
-def serve(pipe: Any, streams: int, tokens: int, interval: float) -> None:
-    text = TextModel.load(resolve(MODEL, progress=False))
-    link = PacedLink(text, streams, tokens, interval)
+    link.info = ready[0].info
 
     async def frontend() -> Frontend:
-        return Frontend(AsyncClient(link), text, MODEL)
+        return Frontend(AsyncClient(link), TextModel.load(resolve(MODEL, progress=False)), MODEL)
 
-    def results() -> None:
-        while pipe.recv():
-            while not link.results:
-                time.sleep(0.05)
-            pipe.send(link.results.popleft())
-
-    threading.Thread(target=results, daemon=True).start()
-    run_server(frontend, ServeOptions(port=0), announce=lambda url, model, locked: pipe.send(str(url)))
+    options = ServeOptions(port=0, api_workers=workers)
+    run_server(frontend, options, announce=lambda url, model, locked: pipe.send(str(url)))
 
 
 def drain(url: str, path: str, streams: int, tokens: int) -> tuple[int, int]:
@@ -144,22 +184,28 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--interval", type=float, default=0.03, help="seconds between steps")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--api-workers", type=int, default=1)
     given = parser.parse_args()
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    arguments = (theirs, given.streams, given.tokens, given.interval)
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)
+    spawn = multiprocessing.get_context("spawn")
+    (ours, theirs), (results, told) = spawn.Pipe(), spawn.Pipe(duplex=False)
+    arguments = (theirs, told, given.api_workers, given.tokens, given.streams, given.interval)
+    server = spawn.Process(target=serve, args=arguments)
     server.start()
     url = ours.recv()
     try:
         for number in range(given.rounds + 1):  # the first warms up
             for path in PATHS:
-                ours.send(True)
                 chunks, size = drain(url, path, given.streams, given.tokens)
-                result = ours.recv()
+                result = results.recv()
                 if number:
                     ratio, drawn = given.streams * given.tokens / chunks, given.streams * given.tokens
                     wire = f"{ratio:.2f} tokens per chunk, {size / drawn:.0f} bytes per token"
-                    print(f"{path:22} {result['us']:6.1f} us per token ({wire}, {result['seconds']:.1f} s)", flush=True)
+                    rate = f"{drawn / result['seconds']:,.0f} tokens/s"
+                    print(
+                        f"{path:22} {result['us']:6.1f} us per token ({wire}, {rate}, the busiest process "
+                        f"{result['most']:.0%} of a core, {result['seconds']:.1f} s)",
+                        flush=True,
+                    )
     finally:
         server.terminate()
         server.join()
