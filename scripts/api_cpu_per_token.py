@@ -3,10 +3,10 @@
     python scripts/api_cpu_per_token.py [--streams 64] [--tokens 300] [--interval 0.03] [--rounds 3] [--api-workers 1]
 
 A server as `quire serve` runs it, with the default model's tokenizer, stands over an engine process that draws one
-token per request and step at a steady pace; another process drains the sockets. Counted is the user and system time of all
-threads of the API processes (the main process, and API workers where there are several) between the first step and the
-last, so that neither the requests' preparation nor their end is in it. Tokens per chunk are reported too: a server that
-lags coalesces, and looks cheaper than it is.
+token per request and step at a steady pace; another process drains the sockets. Counted is the user and system time of
+all threads of the API processes (the main process, and API workers where there are several) between the first step and
+the last, so that neither the requests' preparation nor their end is in it. Tokens per chunk are reported too: a server
+that lags coalesces, and looks cheaper than it is.
 """
 
 from __future__ import annotations

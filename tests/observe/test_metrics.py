@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.observe.exposition import render
-from quire.observe.metrics import Histogram, Metrics
+from quire.observe.metrics import Counted, Histogram, Metrics
+from quire.observe.window import Window
 from quire.types.events import EngineStats
 from quire.types.outputs import Delta
 from quire.types.request import FinishReason
@@ -79,3 +81,33 @@ def test_engine_numbers_appear_under_both_names_and_survive_silence() -> None:
     values = read(metrics)
     assert values["quire_engine_up", ""] == 0
     assert values["quire_steps_total", ""] == 5
+
+
+def test_what_processes_count_adds_up_and_is_told_once() -> None:
+    """As of one that saw it all, however often the others tell."""
+    alone, main, worker = Metrics("m"), Metrics("m"), Metrics("m")
+    for number in range(7):
+        seen = [main, worker][number % 2]
+        for metrics in (alone, seen):
+            meter = metrics.request(10 + number, arrived=100.0)
+            meter.deltas([Delta(branch=0, token_ids=[1], finish_reason=None)], now=100.5 + number)
+            meter.deltas([Delta(branch=0, token_ids=[2], finish_reason=FinishReason.STOP)], now=101.0 + number)
+            meter.close()
+        if number % 3 == 2:
+            main.add(msgspec.msgpack.decode(msgspec.msgpack.encode(worker.take()), type=Counted))
+    main.add(worker.take())
+    main.add(worker.take())  # nothing new
+    assert {key: value for key, value in read(main).items() if "memory" not in key[0]} == {
+        key: value for key, value in read(alone).items() if "memory" not in key[0]
+    }
+    mine, all_of_it = main.window.take(), alone.window.take()
+    assert (mine.tokens, mine.finished) == (all_of_it.tokens, all_of_it.finished) == (14, 7)
+    assert sorted(mine.firsts) == sorted(all_of_it.firsts)
+
+
+def test_a_sample_from_elsewhere_counts_all_that_was_seen_there() -> None:
+    here, there = Window(), Window()
+    for number in range(1000):
+        there.ended.add((float(number), None))
+    here.add(there.take())
+    assert here.take().finished == 1000

@@ -24,6 +24,9 @@ OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
         ({"deadline_ms": -1}, "deadline_ms must not be negative"),
         ({"hang_timeout": 2.0}, "hang_timeout must not be shorter"),
         ({"spare_engine": False, "replicas": 2}, "spare_engine has no effect with replicas"),
+        ({"api_workers": 0}, "api_workers must be at least 1"),
+        ({"api_workers": 2, "replicas": 2}, "api_workers share one engine, and replicas means several"),
+        ({"api_workers": 2, "models": "models.yaml"}, "api_workers share one engine, and models means several"),
         ({"max_body": "lots"}, "must be a size above 0 .* got 'lots'"),
     ],
 )

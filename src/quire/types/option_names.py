@@ -21,6 +21,7 @@ COUNTERPARTS = {
     "kv_events_config": "kv_events, kv_events_replay and kv_events_topic",
     "swap_space": "kv_host",
     "kv_offloading_size": "kv_host",
+    "api_server_count": "api_workers",
     "max_num_seqs": "max_seqs",
     "max_running_requests": "max_seqs",
     "max_num_batched_tokens": "max_batch_tokens",
