@@ -115,21 +115,24 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
         yield found
 
 
-def said(link: PairLink, kind: type[Any]) -> Any:
-    """The next message of that kind; those before it are dropped, those behind it wait."""
+def said(link: PairLink, kind: type[Any], engine: Engine | None = None) -> Any:
+    """The next message of that kind; those before it are dropped, those behind it wait. Meanwhile the engine is let
+    take a step whenever nothing comes."""
     waiting = vars(link).setdefault("waiting", [])
-    for _ in range(240):
+    for _ in range(600):
         while waiting:
             if isinstance(found := waiting.pop(0), kind):
                 return found
-        waiting += link.receive(0.25)
+        waiting += (came := link.receive(0.1))
+        if engine is not None and not came:
+            engine.gate.release()
     raise AssertionError(f"no {kind.__name__} came")
 
 
-def told(link: PairLink, until: Callable[[list[TokenEvent]], bool]) -> list[TokenEvent]:
+def told(link: PairLink, until: Callable[[list[TokenEvent]], bool], engine: Engine | None = None) -> list[TokenEvent]:
     events: list[TokenEvent] = []
     while not until(events):
-        events += said(link, Events).events
+        events += said(link, Events, engine).events
     return events
 
 
@@ -163,19 +166,25 @@ def test_each_is_told_of_its_own_requests_only(engine: Engine) -> None:
         client.close()
 
 
+def begun(events: list[TokenEvent]) -> bool:
+    return len(events) >= 1
+
+
+def running_in(engine: Engine) -> int:
+    engine.owner.send(Query(GetStats()))
+    return int(said(engine.owner, Reply, engine).answer.stats.running)
+
+
 def test_ids_that_are_in_use_are_refused_and_what_is_anothers_cannot_be_touched(engine: Engine) -> None:
     a, b = engine.attached("a"), engine.attached("b")
     a.send(ask("same", [1], max_tokens=50))
-    engine.gate.release(2)
-    told(a, lambda events: len(events) >= 1)
+    told(a, begun, engine)
     b.send(ask("same", [2]), Abort("same"), FinishAt("same", 0, 1))
-    engine.gate.release(1)
-    [refusal] = told(b, ended())
+    [refusal] = told(b, ended(), engine)
     assert refusal.finish is FinishReason.ERROR and "already in use" in refusal.message
-    assert not any(event.finish for event in told(a, lambda events: len(events) >= 1))
+    assert not any(event.finish for event in told(a, begun, engine)) and running_in(engine) == 1
     engine.owner.send(Abort("same"))  # an operator may end any
-    engine.gate.release(1)
-    assert told(a, ended())[-1].finish is FinishReason.ABORT
+    assert told(a, ended(), engine)[-1].finish is FinishReason.ABORT
     a.close()
     b.close()
 
@@ -183,19 +192,16 @@ def test_ids_that_are_in_use_are_refused_and_what_is_anothers_cannot_be_touched(
 def test_one_that_is_gone_takes_its_requests_along(engine: Engine) -> None:
     a, b = engine.attached("a"), engine.attached("b")
     a.send(ask("gone", [1], max_tokens=50))
-    b.send(ask("stays", [2], max_tokens=20))
-    engine.gate.release(3)
-    told(a, lambda events: len(events) >= 1)
-    told(b, lambda events: len(events) >= 1)
+    b.send(ask("stays", [2], max_tokens=10))
+    told(a, begun, engine)
+    told(b, begun, engine)
     a.close()
     engine.owner.send(Detach("a"), Detach("never was"))
-    engine.gate.release(1000)
-    assert told(b, ended())[-1].finish is FinishReason.LENGTH
-    engine.owner.send(Query(GetStats()))
-    assert said(engine.owner, Reply).answer.stats.running == 0
+    assert told(b, ended(), engine)[-1].finish is FinishReason.LENGTH
+    assert running_in(engine) == 0
     again = engine.attached("a")
     again.send(ask("gone", [1]))
-    assert [token for event in told(again, ended()) for token in event.tokens] == expected([1])
+    assert [token for event in told(again, ended(), engine) for token in event.tokens] == expected([1])
     again.close()
     b.close()
 
@@ -203,13 +209,12 @@ def test_one_that_is_gone_takes_its_requests_along(engine: Engine) -> None:
 def test_one_that_speaks_nonsense_is_let_go_alone(engine: Engine) -> None:
     a, b = engine.attached("a"), engine.attached("b")
     a.send(ask("r", [1], max_tokens=50))
+    told(a, begun, engine)
     a._socket.send(b"\xc1")
     b._socket.send(b"")
     engine.owner.send(ask("fine", [2]))
-    engine.gate.release(1000)
-    assert told(engine.owner, ended())[-1].finish is FinishReason.LENGTH
-    engine.owner.send(Query(GetStats()))
-    assert said(engine.owner, Reply).answer.stats.running == 0
+    assert told(engine.owner, ended(), engine)[-1].finish is FinishReason.LENGTH
+    assert running_in(engine) == 0
     a.close()
     b.close()
 

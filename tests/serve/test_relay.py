@@ -70,6 +70,7 @@ async def test_work_is_the_workers_and_what_is_kept_the_main_processes(two: Two)
     assert kept.json()["id"] == made["id"]
     assert (await two.http.get("/v1/models")).json()["data"][0]["id"] == FakeFrontend.model_name
     assert (await two.http.get("/no/such/route")).status_code == 404
+    assert two.worker.options.files is None, "the folder is the main process's"
     assert two.worker.admission.inflight == two.main.admission.inflight == 0
 
 

@@ -15,7 +15,7 @@ from quire.engine.client import AsyncClient, RestartPolicy
 from quire.engine.link import Link
 from quire.engine.pair_link import POLL_INTERVAL_S, PairLink
 from quire.types.errors import EngineDeadError, QuireError
-from quire.types.messages import AdapterInfo, Ready
+from quire.types.messages import Ready
 
 
 class WorkerLink(PairLink):
@@ -85,10 +85,6 @@ class WorkerClient(AsyncClient):
             stop.set()
         assert link is not None
         return cls(link, policy, places)
-
-    def adapters_are(self, adapters: list[AdapterInfo]) -> None:
-        """What the engine has loaded now, at another's wish."""
-        self.adapters = adapters
 
     def _next(self, restarts: list[float], error: QuireError) -> Link | None:
         return self._places.next_link(self._closing)

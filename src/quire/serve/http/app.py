@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,6 +133,8 @@ def create_serving(
     """What the routes of both applications share. Without keys, everything is open. `counts`: those of a server of
     several processes."""
     options = options or ServeOptions()
+    if is_worker:
+        options = replace(options, files=None)  # the folder is the main process's
     pool = models if isinstance(models, ModelPool) else ModelPool.of(models)
     info = pool.default.client.info
     energy = None if is_worker else Energy()

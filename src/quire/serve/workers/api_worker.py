@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -40,6 +39,7 @@ from quire.types.messages import AdapterInfo
 from quire.types.parent_watch import end_with_parent
 
 BEAT_INTERVAL_S = 0.25
+ORPHAN_S = 2.0  # without the main process
 REPORT_INTERVAL_S = 0.5  # what is counted between two is lost with a worker that is killed
 
 
@@ -62,18 +62,16 @@ class ApiWorker:
         configure_child("api", request_id=lambda: current().request_id, worker=str(start.number))
         keys = KeyRing(start.keys)
         counts = counts_in(self._directory, keys, rows=start.rows, row=start.number)
-        async with asyncio.TaskGroup() as beside:
-            beating = beside.create_task(_beat(counts))
-            try:
-                serving = self._serving = await self._build(start, keys, counts)
-            except Exception as error:
-                kind, words = to_wire(error) if isinstance(error, QuireError) else ("", str(error))
-                self._channel.send(control.Unable(kind, words))
-                raise
-            tasks = [beating, *map(beside.create_task, (serving.lag.run(), self._report_now_and_then(serving)))]
-            await self._serve(serving, counts)
-            for task in tasks:
-                task.cancel()
+        beating = asyncio.create_task(_beat(counts))
+        try:
+            serving = self._serving = await self._build(start, keys, counts)
+        except QuireError as error:
+            self._channel.send(control.Unable(*to_wire(error)))
+            return
+        beside = [beating, *map(asyncio.create_task, (serving.lag.run(), self._report_now_and_then(serving)))]
+        await self._serve(serving, counts)
+        for task in beside:
+            task.cancel()
         self._report(serving, 0)
         serving.prepare_pool.close()
         await serving.models.close()
@@ -131,9 +129,8 @@ class ApiWorker:
         self._server.should_exit = True
 
     def _orphaned(self) -> None:
-        """The main process is gone."""
-        shutil.rmtree(self._directory, ignore_errors=True)
-        os._exit(1)
+        """The main process is gone, which `end_with_parent` finds too and tidies up, or wants no more of this one."""
+        asyncio.get_running_loop().call_later(ORPHAN_S, os._exit, 1)
 
     # ---- what it is told ------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import shutil
 import socket
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,7 @@ class ApiWorkers:
         self._acceptor: Acceptor | None = None
         self._serial = itertools.count(1)
         self._engine_alive = True
-        self._ending = False
+        self._ending = asyncio.Event()
 
     # ---- what the main process may ask ----------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class ApiWorkers:
         if not isinstance(frontend.client, AsyncClient) or frontend.text.files is None:
             raise ConfigError("api_workers need an engine process and a model's files; leave the option out")
         self._client, self._files = frontend.client, frontend.text.files
-        self._client.on_change = self._engine_changed
+        self._engine_alive, self._client.on_change = self._client.alive, self._engine_changed
         first = [asyncio.get_running_loop().create_future() for _ in range(self._options.api_workers)]
         self._tasks = [asyncio.create_task(self._keep(number, up)) for number, up in enumerate(first, 1)]
         self._tasks.append(asyncio.create_task(self._watch()))
@@ -109,7 +110,7 @@ class ApiWorkers:
     async def _keep(self, number: int, first: asyncio.Future[None]) -> None:
         """One worker after the other, in one row of the counts."""
         pause = 0.0
-        while not self._ending:
+        while not self._ending.is_set():
             began = time.monotonic()
             try:
                 worker = await self._launch(number)
@@ -125,13 +126,14 @@ class ApiWorkers:
                     first.set_exception(error)
                 how = str(error)
             self._forget(number)
-            if self._ending:
+            if self._ending.is_set():
                 return
             steady = time.monotonic() - began > STEADY_S
             pause = FIRST_BACKOFF_S if steady else min(max(FIRST_BACKOFF_S, 2 * pause), MAX_BACKOFF_S)
             self.restarts += 1
             logger.error("API worker %d is lost (%s), another starts in %.2f s", number, how, pause)
-            await asyncio.sleep(pause)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), pause)
 
     async def _launch(self, number: int) -> WorkerProcess:
         files = self._files
@@ -144,7 +146,6 @@ class ApiWorkers:
             keys=self._keys.keys,
             rows=self.counts.rows,
         )
-        self.counts.clear(number)
         worker = self._workers[number] = WorkerProcess(number, self.directory, self.counts, start, self._on_report)
         await worker.connect()
         if self._client.alive:
@@ -156,6 +157,7 @@ class ApiWorkers:
         worker = self._workers.pop(number, None)
         if worker is None:
             return
+        worker.kill()  # one that could not be spoken to
         self._client.detach_client(worker.name)
         self.counts.clear(number)
         self._serving.ledger.lose(worker.requests, "api_worker_died")
@@ -195,7 +197,7 @@ class ApiWorkers:
             elif alive:
                 worker.send(control.AdaptersAre(self._client.adapters))
             elif was:
-                worker.send(control.EngineLost("the engine is lost"))
+                worker.send(control.EngineLost("its process is gone"))
 
     # ---- what they count ------------------------------------------------------------------------------------
 
@@ -219,11 +221,14 @@ class ApiWorkers:
 
     async def stop(self) -> None:
         """Nothing is open any more: no connections are accepted, and all workers end."""
-        self._ending = True
+        self._ending.set()
         if self._acceptor is not None:
             self._acceptor.close()
         for worker in self._workers.values():
-            worker.send(control.Stop())
+            if worker.ready:
+                worker.send(control.Stop())
+            else:
+                worker.kill()
         keeping, watching = self._tasks[:-1], self._tasks[-1:]
         if keeping:
             await asyncio.wait(keeping, timeout=END_TIMEOUT_S)

@@ -127,6 +127,8 @@ class Receiver:
             if not word:  # the main process is gone
                 self.close()
                 return
+            if not descriptors:  # this process has no room for another
+                self._counts.add("ended", 1)
             for descriptor in descriptors:
                 task = self._loop.create_task(self._serve(socket.socket(fileno=descriptor), word == CROWDED))
                 self._tasks.add(task)
