@@ -104,6 +104,7 @@ def test_what_is_kept_is_kept_for_all(server: Running) -> None:
 def test_a_killed_worker_ends_its_own_streams_only_and_another_follows(server: Running) -> None:
     before = server.metric("quire_generation_tokens_total")
     streams = Streams(server, AT_ONCE, 150)
+    assert httpx.get(server.admin + "/v1/requests").status_code == 200  # who lists them knows all from then on
     victim = workers(server)[0]
     victim.kill()
     broken = [end() for end in streams.ends]

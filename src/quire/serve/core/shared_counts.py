@@ -47,7 +47,7 @@ class SharedCounts:
         if file is not None:
             self._lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if os.fstat(self._lock).st_size < 8 * size:
-                os.ftruncate(self._lock, 8 * size)
+                os.pwrite(self._lock, bytes(8 * size), 0)  # not a hole: a disk that is full says so now
             self._cells = memoryview(mmap.mmap(self._lock, 8 * size)).cast("d")
 
     # ---- the whole server -----------------------------------------------------------------------------------

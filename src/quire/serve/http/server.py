@@ -30,7 +30,7 @@ from quire.serve.core.api_keys import ADMIN, INFERENCE, KeyRing
 from quire.serve.grpc.service import RpcServer
 from quire.serve.http.app import create_admin_app, create_app, create_serving
 from quire.serve.http.bounded_server import BACKLOG, LAST_WORDS, Server, run_loop
-from quire.serve.workers.api_workers import ApiWorkers
+from quire.serve.workers.supervisor import ApiWorkers
 from quire.types.errors import ConfigError, QuireError
 from quire.types.grammar import GrammarSpec
 from quire.types.serving import ServeOptions

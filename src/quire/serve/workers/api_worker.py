@@ -29,8 +29,8 @@ from quire.serve.core.shared_counts import SharedCounts
 from quire.serve.http.app import create_serving, create_worker_app
 from quire.serve.http.bounded_server import Server, run_loop
 from quire.serve.workers import control
-from quire.serve.workers.api_workers import MAIN_SOCKET, counts_in
 from quire.serve.workers.connections import Receiver
+from quire.serve.workers.supervisor import MAIN_SOCKET, counts_in
 from quire.text import TextModel
 from quire.types.errors import QuireError, to_wire
 from quire.types.logs import configure_child
