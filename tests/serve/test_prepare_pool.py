@@ -12,7 +12,7 @@ import pytest
 from quire.serve.core import prepare_pool
 from quire.serve.core.loop_lag import LagMonitor
 from quire.serve.core.prepare_pool import BACKLOG, INLINE_SIZE, PreparePool, off_loop
-from quire.serve.http.server import SWITCH_INTERVAL
+from quire.serve.http.bounded_server import SWITCH_INTERVAL
 from quire.types.errors import InputError, OverloadedError
 
 
