@@ -30,6 +30,7 @@ TOKENIZER = {"test_detokenizer.py", "test_template.py", "test_tokenizer.py"}
 
 # What takes longest, and begins first: the last to begin would run alone while other processes have nothing left.
 LONGEST = [
+    "test_api_workers.py",
     "fp32", "test_faults.py", "test_speculation.py", "test_link_faults.py", "test_context_tensor.py", "test_tiers.py",
     "test_triton_attention.py", "test_tensor_parallel.py", "test_context_parallel.py", "test_combinations.py",
     "test_family_engine.py", "test_attacks.py", "test_page.py", "test_hybrid_engine.py", "test_scheduler_property.py",
