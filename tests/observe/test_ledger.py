@@ -50,3 +50,14 @@ def test_what_a_lost_process_followed_is_over() -> None:
     assert main.find("a")[0].error == "api_worker_died" and main.find("a")[0].ended
     pass_on(worker, main)
     assert main.find("a")[0].error == "ValueError"
+
+
+def test_the_latest_come_first_whichever_process_told_first() -> None:
+    one, other, main, metrics = Ledger(reports=True), Ledger(reports=True), Ledger(), Metrics("m")
+    now = time.perf_counter()
+    for worker, name, arrived in ((one, "a", now - 3), (other, "b", now - 2), (one, "c", now - 1)):
+        with worker.watch(request(name), arrived, metrics):
+            pass
+    for worker in (one, other):
+        pass_on(worker, main)
+    assert [entry.request for entry in main.latest()] == ["c", "b", "a"]

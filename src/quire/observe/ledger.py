@@ -84,7 +84,8 @@ class Ledger:
 
     def latest(self) -> Iterator[Entry]:
         """All that are remembered, the latest first."""
-        return reversed(self._entries.values())
+        by_arrival = sorted(self._entries.values(), key=lambda entry: entry.arrived)
+        return reversed(by_arrival)
 
     def changes(self, *, running: bool) -> list[EntryReport]:
         """Those that came or ended since the last look, and with `running` how far all are that run."""
