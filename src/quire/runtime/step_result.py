@@ -63,9 +63,12 @@ class PendingStep:
         if self._tokens is not None:
             found = self._head.accept(self._expanded, self._tokens.tolist(), self._hidden)
         late = self._head.late(0.0 if self._expanded.plan.computes else LATE_WAIT_S)
-        if waiting := [one for one in found if not one.known]:
+        by_known: dict[bool, list[AcceptedSample]] = {True: [], False: []}
+        for one in found:
+            by_known[one.known].append(one)  # asked once: threads are at it
+        if waiting := by_known[False]:
             self._head.defer(waiting, self._tell)
-        result = self._tell([one for one in found if one.known])
+        result = self._tell(by_known[True])
         result.late = late
         result.scores = {
             row: [entry for part in parts for entry in part.to_host() if entry is not None]
