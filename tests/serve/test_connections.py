@@ -102,6 +102,12 @@ def test_a_request_and_half_of_the_next(server: ServerUrl) -> None:
     assert answer.count(b"HTTP/1.1 200") == 2
 
 
+def test_a_target_without_a_path_is_refused(port: str) -> None:
+    with connect(port) as peer:
+        peer.sendall(b"GET http://127.0.0.1 HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert received(peer).startswith(b"HTTP/1.1 400 ")
+
+
 def test_pipelined_requests_are_answered_in_turn(port: str) -> None:
     with connect(port) as peer:
         peer.sendall(GET * 500)

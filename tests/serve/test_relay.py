@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ async def two(tmp_path: Path) -> AsyncIterator[Two]:
     listener, public = socket.socket(socket.AF_UNIX), socket.create_server(("127.0.0.1", 0))
     listener.bind(str(tmp_path / "main.sock"))
     servers = [
-        Server(create_app(found.main), options, plain=True),
+        Server(create_app(found.main), options, behind=True),
         Server(create_worker_app(found.worker, tmp_path / "main.sock"), options),
     ]
     running = [asyncio.ensure_future(each.serve([end])) for each, end in zip(servers, (listener, public), strict=True)]
@@ -123,6 +124,42 @@ async def test_a_client_that_hangs_up_is_gone_for_the_main_process_too(two: Two)
         assert two.main.admission.inflight == 1
     async with asyncio.timeout(20):
         await two.main.admission.idle()
+
+
+async def test_an_answer_before_the_body_was_read_is_the_answer(tmp_path: Path) -> None:
+    """Whoever refuses a request by its head answers and closes; what is sent then has no reader."""
+    listener, closed = socket.socket(socket.AF_UNIX), threading.Event()
+    listener.bind(str(tmp_path / "main.sock"))
+    listener.listen()
+
+    def refuse() -> None:
+        with listener.accept()[0] as peer:
+            peer.recv(1 << 16)
+            peer.sendall(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 2\r\nconnection: close\r\n\r\nno")
+        closed.set()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"x"
+        thread.start()
+        closed.wait(10)  # the loop does not run meanwhile: nobody has read the answer
+        yield b"y" * 30_000
+
+    thread = threading.Thread(target=refuse)
+    frontend: Any = FakeFrontend()
+    app = create_worker_app(create_serving(frontend, is_worker=True), tmp_path / "main.sock")
+    with listener:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            answer = await http.post("/v1/files", content=body())
+    thread.join(10)
+    assert (answer.status_code, answer.text) == (403, "no")
+
+
+async def test_a_head_that_a_worker_takes_the_main_process_takes(two: Two) -> None:
+    bound = two.worker.options.header_bytes
+    for size in range(bound - 700, bound, 50):
+        answer = await two.http.get("/v1/models", headers={"x": "a" * size})
+        assert answer.status_code == 200 or "x-request-id" not in answer.headers  # refused before it was passed on
+    assert answer.status_code == 431
 
 
 async def test_without_a_main_process_it_says_so(tmp_path: Path) -> None:

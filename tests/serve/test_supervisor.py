@@ -62,6 +62,7 @@ class Worker:
         self.told: list[Any] = []
         self.requests: set[str] = set()
         self.open = self.preparing = self.memory = 0
+        self.why = ""
         Worker.made.append(self)
 
     @property
@@ -80,7 +81,8 @@ class Worker:
         if isinstance(message, control.Stop):
             self.gone.set()
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
+        self.why = self.why or why
         self.gone.set()
 
     async def ended(self) -> str:
@@ -184,7 +186,7 @@ async def test_one_that_is_silent_gets_no_connections_and_then_is_ended(group: G
     assert group.workers._takers() == [second]
     group.workers.counts._cells[beat] = time.monotonic() - 11
     await until(first.gone.is_set)
-    assert "API worker 1 gave no sign of life for 11 s" in caplog.text
+    assert first.why == "it gave no sign of life for 11 s and was ended"
 
 
 async def test_what_keeps_the_first_from_starting_is_told(group: Group) -> None:

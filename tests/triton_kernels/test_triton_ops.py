@@ -64,6 +64,10 @@ def test_scales_by_which_rows_of_eight_bits_lose_least():
     torch.testing.assert_close(found, twin)
     nearest, least = lost(rows, rows.float().abs().amax(1).clamp(min=1e-12) / 448), lost(rows, twin)
     assert (least <= nearest).all() and least.sum() < 0.95 * nearest.sum()
+    huge = torch.full((2, 16), 1e25)  # squares that are too large for a float
+    assert (row_scales(huge) > 1e22).all() and (fp8_rows.row_scales(huge, torch.full((16,), 1e38)) > 1e22).all()
+    infinite = torch.ones(1, 16).index_fill_(1, torch.tensor([3]), float("inf"))
+    assert row_scales(infinite).isinf().all() and fp8_rows.row_scales(infinite).isinf().all()
     strided = torch.randn(5, 64)[:, :40]
     torch.testing.assert_close(row_scales(strided), fp8_rows.row_scales(strided))
 

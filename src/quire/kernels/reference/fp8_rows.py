@@ -20,12 +20,12 @@ def row_scales(rows: torch.Tensor, matter: torch.Tensor | None = None) -> torch.
     column."""
     wide = rows.float()
     largest = wide.abs().amax(1)
-    best, least = torch.zeros_like(largest), torch.full_like(largest, float("inf"))
+    best, least = (largest / LARGEST).clamp(min=1e-12), torch.full_like(largest, float("inf"))
     for candidate in range(LARGEST, LARGEST // 2, -STEP):
         scale = (largest / candidate).clamp(min=1e-12)
         steps = wide / scale[:, None]
         error = (steps.to(torch.float8_e4m3fn).float() - steps).square_()
-        cost = (error.sum(1) if matter is None else error @ matter) * scale * scale
+        cost = (error.sum(1) if matter is None else error @ matter) / (candidate * candidate)  # of the largest's square
         best = torch.where(cost < least, scale, best)
         least = torch.minimum(least, cost)
     return best

@@ -33,15 +33,16 @@ def row_scales_kernel(
         x = tl.load(row + first + column, mask=first + column < WIDTH, other=0.0).to(tl.float32)
         most = tl.maximum(most, tl.abs(x))
     largest = tl.max(most, 0)
-    best, least = 0.0, float("inf")
+    best, least = tl.maximum(largest / LARGEST, 1e-12), float("inf")
     for candidate in range(0, LARGEST // 2 // STEP):
-        scale = tl.maximum(largest / (LARGEST - STEP * candidate), 1e-12)
+        becomes = LARGEST - STEP * candidate
+        scale = tl.maximum(largest / becomes, 1e-12)
         error = tl.zeros([BLOCK], tl.float32)
         for first in range(0, WIDTH, BLOCK):
             x = tl.load(row + first + column, mask=first + column < WIDTH, other=0.0).to(tl.float32) / scale
             lost = _rounded(x) - x
             error += lost * lost
-        cost = tl.sum(error, 0) * scale * scale
+        cost = tl.sum(error, 0) / (becomes * becomes)  # of the largest's square
         best = tl.where(cost < least, scale, best)
         least = tl.minimum(least, cost)
     tl.store(scales_ptr + tl.program_id(0), best)

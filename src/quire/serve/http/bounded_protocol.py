@@ -257,7 +257,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Close the connection, with an answer unless the request has one, or the beginning of one."""
         if self.transport.is_closing():
             return
-        if not (self._inside and self.cycle.response_started):
+        if not (self._inside and self.cycle is not None and self.cycle.response_started):
             body = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":null}}'
             body %= message.encode()
             head = b"content-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"

@@ -22,18 +22,19 @@ from quire.types.serving import ServeOptions
 BACKLOG = 2048  # connections that may wait to be accepted
 KEEP_ALIVE = 75  # seconds an idle connection stays open
 LAST_WORDS = 2  # seconds for the last bytes of answers to leave
+MORE_HEADER = 1024  # bytes that a relay may add to a head within bounds
 SWITCH_INTERVAL = 0.001  # seconds a thread may keep the interpreter: templates must not hold up streams
 
 
 class Server(uvicorn.Server):
-    """uvicorn within bounds, saying when it is up, and leaving signals to others. `plain`: without TLS, behind another
-    that has it."""
+    """uvicorn within bounds, saying when it is up, and leaving signals to others. `behind`: another server, which has
+    TLS and looks at bounds."""
 
-    def __init__(self, app: ASGIApp, options: ServeOptions, *, plain: bool = False):
+    def __init__(self, app: ASGIApp, options: ServeOptions, *, behind: bool = False):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=bounded_protocol(options.header_bytes, options.max_connections),
+                http=bounded_protocol(options.header_bytes + MORE_HEADER * behind, options.max_connections),
                 ws="none",
                 lifespan="on",
                 log_config=None,  # its lines are like all others
@@ -43,8 +44,8 @@ class Server(uvicorn.Server):
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=LAST_WORDS,
-                ssl_certfile=None if plain else options.ssl_certfile,
-                ssl_keyfile=None if plain else options.ssl_keyfile,
+                ssl_certfile=None if behind else options.ssl_certfile,
+                ssl_keyfile=None if behind else options.ssl_keyfile,
             )
         )
         self.up = asyncio.Event()

@@ -7,6 +7,7 @@ Plain ASGI in front of the gate, which the request meets there. Refuses to know:
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -49,18 +50,19 @@ class Relay:
             await self._pass_on(scope, _read_again(elsewhere.body, receive), send)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            reader, writer = await asyncio.open_unix_connection(self._main)
-        except OSError:
-            raise EngineDeadError("the server's main process does not answer; try again later") from None
-        sending = asyncio.ensure_future(_send_request(scope, receive, writer))
-        try:
-            await _Answer(reader, send).pass_back(bodiless=scope["method"] == "HEAD")
-        finally:
-            sending.cancel()
-            with suppress(asyncio.CancelledError, OSError):
-                await sending
-            writer.close()
+        with socket.socket(socket.AF_UNIX) as connection:  # a stream would drop the answer once it cannot send any more
+            connection.setblocking(False)
+            try:
+                await asyncio.get_running_loop().sock_connect(connection, str(self._main))
+            except OSError:
+                raise EngineDeadError("the server's main process does not answer; try again later") from None
+            sending = asyncio.ensure_future(_send_request(scope, receive, connection))
+            try:
+                await _Answer(connection, send).pass_back(bodiless=scope["method"] == "HEAD")
+            finally:
+                sending.cancel()
+                with suppress(asyncio.CancelledError, OSError):
+                    await sending
 
 
 def _read_again(body: bytes, receive: Receive) -> Receive:
@@ -75,8 +77,10 @@ def _read_again(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def _send_request(scope: Scope, receive: Receive, writer: asyncio.StreamWriter) -> None:
-    """The request to its end, as it comes; then, should the client hang up, that too."""
+async def _send_request(scope: Scope, receive: Receive, connection: socket.socket) -> None:
+    """The request to its end, as it comes; then, should the client hang up, that too. OSError: it has answered, and
+    reads no more."""
+    loop = asyncio.get_running_loop()
     query = b"?" + scope["query_string"] if scope["query_string"] else b""
     headers = [(name, value) for name, value in scope["headers"] if name not in OWN_HEADERS]
     sized = any(name == b"content-length" for name, _ in headers)
@@ -86,22 +90,21 @@ async def _send_request(scope: Scope, receive: Receive, writer: asyncio.StreamWr
         headers.append((b"transfer-encoding", b"chunked"))
     lines = [b"%b %b%b HTTP/1.1" % (scope["method"].encode(), scope["raw_path"], query)]
     lines += [b"%b: %b" % header for header in headers]
-    writer.write(b"\r\n".join(lines) + b"\r\n\r\n")
+    await loop.sock_sendall(connection, b"\r\n".join(lines) + b"\r\n\r\n")
     while (message := await receive())["type"] == "http.request":
         if body := message.get("body", b""):
-            writer.write(b"%x\r\n%b\r\n" % (len(body), body) if chunked else body)
-            await writer.drain()
+            await loop.sock_sendall(connection, b"%x\r\n%b\r\n" % (len(body), body) if chunked else body)
         if not message.get("more_body", False) and chunked:
-            writer.write(b"0\r\n\r\n")
+            await loop.sock_sendall(connection, b"0\r\n\r\n")
             chunked = False
-    writer.close()  # the client is gone
+    connection.shutdown(socket.SHUT_RDWR)  # the client is gone
 
 
 class _Answer:
     """The main process's response, parsed and passed back as it comes."""
 
-    def __init__(self, reader: asyncio.StreamReader, send: Send):
-        self._reader = reader
+    def __init__(self, connection: socket.socket, send: Send):
+        self._connection = connection
         self._send = send
         self._parser = HttpResponseParser(self)
         self._headers: list[tuple[bytes, bytes]] = []
@@ -109,7 +112,7 @@ class _Answer:
         self._begun = self._done = False
 
     async def pass_back(self, *, bodiless: bool) -> None:
-        while not self._done and (data := await self._reader.read(PIECE)):
+        while not self._done and (data := await self._read()):
             try:
                 self._parser.feed_data(data)
             except HttpParserError:
@@ -122,6 +125,12 @@ class _Answer:
         if not (self._done or bodiless):
             raise ClientGoneError  # half of an answer: the connection says so by its end
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _read(self) -> bytes:
+        try:
+            return await asyncio.get_running_loop().sock_recv(self._connection, PIECE)
+        except OSError:  # it closed without having read everything; what it said came before
+            return b""
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() not in OWN_HEADERS:

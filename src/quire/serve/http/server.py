@@ -166,7 +166,7 @@ class Life:
         self.serving = serving
         self.workers = workers
         self.loop = asyncio.get_running_loop()
-        public = Server(create_app(serving), serving.options, plain=workers is not None)
+        public = Server(create_app(serving), serving.options, behind=workers is not None)
         self.servers = [public, Server(create_admin_app(serving), serving.options)]
         self._rpc = RpcServer(serving) if serving.options.grpc_port is not None else None
         self._stops = 0

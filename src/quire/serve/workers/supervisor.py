@@ -67,7 +67,7 @@ class ApiWorkers:
         self._workers: dict[int, WorkerProcess] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._acceptor: Acceptor | None = None
-        self._serial = itertools.count(1)
+        self._asked, self._engine_sockets = itertools.count(1), itertools.count(1)
         self._engine_alive = True
         self._ending = asyncio.Event()
 
@@ -83,8 +83,8 @@ class ApiWorkers:
 
     async def refresh(self) -> None:
         """Have all that workers counted until now counted here; of one that does not answer, until it last did."""
-        number = next(self._serial)
-        asked = [worker.ask(number) for worker in self._workers.values() if worker.ready]
+        number = next(self._asked)
+        asked = [worker.ask(number) for worker in self._takers()]
         if asked:
             await asyncio.wait(asked, timeout=REPORT_TIMEOUT_S)
 
@@ -169,8 +169,7 @@ class ApiWorkers:
             await asyncio.sleep(WATCH_INTERVAL_S)
             for worker in self._workers.values():
                 if limit and (silent := self._silence(worker)) > limit:
-                    logger.error("%s gave no sign of life for %.0f s and is ended", worker.name, silent)
-                    worker.kill()
+                    worker.kill(f"it gave no sign of life for {silent:.0f} s and was ended")
 
     def _silence(self, worker: WorkerProcess) -> float:
         beat = self.counts.of_row(worker.number, "beat") or worker.began
@@ -182,7 +181,7 @@ class ApiWorkers:
     # ---- the engine -----------------------------------------------------------------------------------------
 
     def _let_engine_come(self, worker: WorkerProcess) -> None:
-        path = self.directory / f"engine-{next(self._serial)}.sock"
+        path = self.directory / f"engine-{next(self._engine_sockets)}.sock"
         worker.send(control.AdaptersAre(self._client.adapters))
         worker.send(control.EngineComes(str(path)))
         self._client.attach_client(worker.name, path)

@@ -44,6 +44,7 @@ class WorkerProcess:
         self.gone = asyncio.Event()
         self.requests: set[str] = set()  # that it works on, as far as it has said
         self.preparing = self.memory = 0
+        self._why = ""  # it was ended
         self._counts = counts
         self._start = start
         self._given = 0  # connections
@@ -125,7 +126,8 @@ class WorkerProcess:
 
     # ---- its end --------------------------------------------------------------------------------------------
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
+        self._why = self._why or why
         self._process.kill()
 
     async def ended(self) -> str:
@@ -139,4 +141,4 @@ class WorkerProcess:
         code = await asyncio.to_thread(self._process.wait)
         self._channel.close()
         self._way.close()
-        return exit_reason(code)
+        return self._why or exit_reason(code)
