@@ -28,7 +28,7 @@ class TableModel:
     """Logits that depend on the last token alone."""
 
     spec = SimpleNamespace(vocab_size=VOCAB, layers=())
-    draw = None
+    sampling = None
     adapter_slots = 0
 
     def sketch(self):

@@ -44,6 +44,7 @@ class RankProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ending = False
         self._death = ""
+        self._killed = ""  # ... if a signal ended it
         self._died = threading.Event()
         self._give_up: Callable[[], None] = lambda: None
         for rank, one in enumerate(options, 1):
@@ -63,7 +64,9 @@ class RankProcesses:
         code = process.wait()
         if not self._ending:
             how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
-            self._death = self._death or f"rank {rank} (process {process.pid}) {how}"
+            found = f"rank {rank} (process {process.pid}) {how}"
+            self._death = self._death or found
+            self._killed = self._killed or (found if code < 0 else "")
             self._died.set()
             self._give_up()
 
@@ -93,7 +96,7 @@ class RankProcesses:
             except (EOFError, OSError):
                 raise self.error("it ended before it was ready") from None
             if isinstance(said, RankFailed):
-                raise EngineDeadError(f"a rank failed: {said.reason}")
+                raise EngineDeadError(f"a rank failed: {self._cause(said)}")
             assert isinstance(said, kind), said
             found.append(said)
         return found
@@ -104,11 +107,16 @@ class RankProcesses:
             try:
                 while link.poll(0):
                     if isinstance(said := self._decoder.decode(link.recv_bytes()), RankFailed):
-                        return EngineDeadError(f"a rank failed: {said.reason}")
+                        return EngineDeadError(f"a rank failed: {self._cause(said)}")
             except (EOFError, OSError):
                 continue
         self._died.wait(DEATH_WAIT_S)  # what rank 0 found may be what a death looks like from there
         return EngineDeadError(f"a rank failed: {self._death or otherwise}")
+
+    def _cause(self, said: RankFailed) -> str:
+        """What a rank says may be what the death of another looks like from there."""
+        self._died.wait(DEATH_WAIT_S)
+        return self._killed or said.reason
 
     @property
     def dead(self) -> bool:
