@@ -5,49 +5,39 @@ from multiprocessing import Pipe
 from types import SimpleNamespace
 
 import msgspec
+import pytest
 
 from quire.runtime.executors.rank_messages import RankFailed
 from quire.runtime.executors.rank_processes import RankProcesses
 
 
-def test_a_broken_connection_is_put_down_to_the_rank_that_died():
-    processes = RankProcesses([])
-    ended = threading.Event()
-    dying = SimpleNamespace(pid=77, wait=lambda: ended.wait() and -9)
-    watch = threading.Thread(target=processes._watch, args=(1, dying))
-    watch.start()
-    threading.Timer(0.05, ended.set).start()  # connections of a process break before its end is known
-    error = processes.error("RuntimeError: Connection closed by peer")
-    watch.join()
-    processes.close()
-    assert str(error) == "a rank failed: rank 1 (process 77) was ended by signal 9"
-
-
-def test_a_rank_that_lost_another_is_not_the_cause():
-    """What it says comes before the end of the other is known."""
-    processes = RankProcesses([])
-    ended = threading.Event()
-    dying = SimpleNamespace(pid=77, wait=lambda: ended.wait() and -9)
-    watch = threading.Thread(target=processes._watch, args=(1, dying))
-    watch.start()
+def error_of(processes, *said):
+    """What rank 0 makes of the end of others, one of which says this."""
     ours, theirs = Pipe()
-    processes._links.append(ours)
-    theirs.send_bytes(msgspec.msgpack.encode(RankFailed("RuntimeError: Connection closed by peer")))
+    for reason in said:
+        theirs.send_bytes(msgspec.msgpack.encode(RankFailed(reason)))
+        processes._links.append(ours)
+    try:
+        return str(processes.error("RuntimeError: Connection closed by peer"))
+    finally:
+        processes._links.clear()
+        processes.close()
+
+
+@pytest.mark.parametrize("said", [(), ("RuntimeError: Connection closed by peer",)], ids=["rank 0", "another rank"])
+def test_a_broken_connection_is_put_down_to_the_rank_that_died(said):
+    """Connections of a process break before its end is known, and whoever was connected may say so first."""
+    processes = RankProcesses([])
+    ended = threading.Event()
+    dying = SimpleNamespace(pid=77, wait=lambda: ended.wait() and -9)
+    watch = threading.Thread(target=processes._watch, args=(1, dying))
+    watch.start()
     threading.Timer(0.05, ended.set).start()
-    error = processes.error("it does not listen any more")
+    assert error_of(processes, *said) == "a rank failed: rank 1 (process 77) was ended by signal 9"
     watch.join()
-    processes._links.clear()
-    processes.close()
-    assert str(error) == "a rank failed: rank 1 (process 77) was ended by signal 9"
 
 
 def test_what_a_rank_says_of_its_own_end_is_the_cause():
     processes = RankProcesses([])
     processes._watch(2, SimpleNamespace(pid=78, wait=lambda: 1))
-    ours, theirs = Pipe()
-    processes._links.append(ours)
-    theirs.send_bytes(msgspec.msgpack.encode(RankFailed("no memory is left")))
-    error = processes.error("it does not listen any more")
-    processes._links.clear()
-    processes.close()
-    assert str(error) == "a rank failed: no memory is left"
+    assert error_of(processes, "no memory is left") == "a rank failed: no memory is left"

@@ -5,6 +5,8 @@ Refuses to know: bad words, allowed tokens and grammars, which `sampler.py` does
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -37,19 +39,21 @@ class CompiledSampling:
         for need, bit in _ASKED.items():
             asked += np.where(needs & int(need), bit, 0)
         scored, adjusted = (asked & SCORED) != 0, bool((asked & _ADJUSTED).any())
-        tops = np.where(scored, self._table.logprobs[slots], -1)
-        top = min(int(tops.max(initial=0)), self._vocab)
+        tops = [top if top >= 0 else None for top in np.where(scored, self._table.logprobs[slots], -1).tolist()]
         lists = None
         if adjusted:
             table = self._table
             lists = SlotLists(table.bias_ids.data, table.bias_values.data, table.stop_ids.data, tokens)
-        drawn, scores = self._native.sample(logits, self._table.numbers, slots, positions, asked, lists, max(top, 0))
+        width = self._width(tops)
+        drawn, scores = self._native.sample(logits, self._table.numbers, slots, positions, asked, lists, width)
         if not scored.any():
             return drawn, None
         which = torch.from_numpy(np.flatnonzero(scored))
-        each = [top if top >= 0 else None for top in tops.tolist()]
-        return drawn, LogprobTensors.of(drawn[which], scores[which], each)
+        return drawn, LogprobTensors.of(drawn[which], scores[which], tops)
 
-    def score(self, logits: torch.Tensor, targets: torch.Tensor, width: int) -> torch.Tensor:
-        """Of given tokens, and of the `width` likeliest; as `LogprobTensors.of` takes them."""
-        return self._native.score(logits, targets, width)
+    def score(self, logits: torch.Tensor, targets: torch.Tensor, tops: Sequence[int | None]) -> LogprobTensors:
+        """As `logprobs.score_rows`."""
+        return LogprobTensors.of(targets, self._native.score(logits, targets, self._width(tops)), tops)
+
+    def _width(self, tops: Sequence[int | None]) -> int:
+        return min(max((top for top in tops if top is not None), default=0), self._vocab)

@@ -175,10 +175,8 @@ class Sampler:
         return self._score(logits.float(), targets, [top] * len(targets))
 
     def _score(self, logits: torch.Tensor, targets: torch.Tensor, tops: list[int | None]) -> LogprobTensors:
-        if self._compiled is None:
-            return score_rows(logits, targets, tops)
-        width = min(max((top for top in tops if top is not None), default=0), self._vocab)
-        return LogprobTensors.of(targets, self._compiled.score(logits, targets, width), tops)
+        score = score_rows if self._compiled is None else self._compiled.score
+        return score(logits, targets, tops)
 
     def _passes(self, wanted: Need, needs: Ints, slots: Ints, positions: Ints) -> dict[Need, Rows]:
         """The rows of every pass, sent to the device in one copy."""
