@@ -20,20 +20,22 @@ def tensors(rows, outputs, width):
     return torch.randn(rows, width), torch.randn(outputs, width), torch.randn(width)
 
 
-@pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 8, 4096), (1, 16, 1536), (2, 24, 512)])
+@pytest.mark.parametrize(("rows", "outputs", "width"), [(1, 8, 4096), (1, 16, 1536), (2, 24, 512), (1, 8, 10240)])
 def test_single_rows(rows, outputs, width):
     x, weight, norm = tensors(rows, outputs, width)
     stream = torch.randn(rows, outputs)
+    eight, scale = twins.quantise_fp8(weight)
     for options in ({}, {"norm": norm, "eps": 1e-5}, {"residual": stream}, {"norm": norm, "eps": 1e-5, "gated": True}):
         got = row_matmul(x, weight, **options)
         torch.testing.assert_close(got, twins.matmul(x, weight, **options), atol=1e-3, rtol=1e-4)
-    eight, scale = twins.quantise_fp8(weight)
-    for gated in (False, True):
-        got = row_matmul(x, eight, weight_scale=scale, gated=gated)
-        torch.testing.assert_close(got, twins.matmul(x, eight, weight_scale=scale, gated=gated), atol=1e-2, rtol=1e-4)
-    expected = twins.matmul(x, weight, residual=stream)
-    assert row_matmul(x, weight, residual=stream, out=stream) is stream
-    torch.testing.assert_close(stream, expected, atol=1e-3, rtol=1e-4)
+        got = row_matmul(x, eight, weight_scale=scale, **options)
+        expected = twins.matmul(x, eight, weight_scale=scale, **options)
+        torch.testing.assert_close(got, expected, atol=1e-2, rtol=1e-4)
+    for matrix, options in ((weight, {}), (eight, {"weight_scale": scale})):
+        expected = twins.matmul(x, matrix, residual=stream, **options)
+        into = stream.clone()
+        assert row_matmul(x, matrix, residual=into, out=into, **options) is into
+        torch.testing.assert_close(into, expected, atol=1e-2, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tall", [0, 64])  # rows of x as the tall side; 0: weights are
@@ -128,9 +130,13 @@ def test_every_shape_has_a_configuration():
     for (_, most), table in configs.SMALL_MATMUL.items():
         assert all(most <= config.rows for *_, config in table if config is not None and config.rows)
     for outputs, width in ((6144, 4096), (4096, 14336), (28672, 4096), (960, 512)):
-        found = configs.row_matmul(outputs, width)
-        assert found is not None and width % found.block_k == outputs % found.block_n == 0
-    assert configs.row_matmul(576, 576) is None
+        for element in (1, 2, 4):
+            found = configs.row_matmul(outputs, width, element)
+            assert found is not None and width % found.block_k == outputs % found.block_n == 0
+    assert configs.row_matmul(576, 576, 2) is None
+    for width, normed, rows in ((4096, True, 8), (8192, True, 4), (14336, False, 8), (28672, False, 4)):
+        apart, gated = (configs.row_matmul(4096, width, 1, normed, joined) for joined in (False, True))
+        assert apart is not None and gated is not None and apart.block_n == 2 * gated.block_n == rows
     assert configs.fp8_matmul(256, 4096) is not None and configs.fp8_matmul(256, 28672) is None
     assert configs.fp8_matmul(192, 4096) is None, "a tile half full costs as much as a full one"
     for element, table in configs.GATED_MATMUL.items():

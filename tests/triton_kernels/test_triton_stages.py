@@ -104,7 +104,7 @@ def here(monkeypatch):
     """Everything believes that Triton's kernels run on this device, as in the interpreter they do."""
     for module in (registry, fused, paged_attention):
         monkeypatch.setattr(module, "why_not", lambda device: None)
-    monkeypatch.setattr(configs, "row_matmul", lambda outputs, width: Matmul(16, 32, 4, 1))
+    monkeypatch.setattr(configs, "row_matmul", lambda *_, **kinds: Matmul(16, 32, 4, 1))
 
 
 PLAIN = [(name, invariant, False) for name in MODELS for invariant in (False, True)]

@@ -77,6 +77,9 @@ BLOCK_SPLIT_KEYS = 1024  # ... of rows with many queries, where results of piece
 ROUNDS = 4  # of pieces that the chip holds: so many numbers of them are tried for rows with many queries
 
 ROW_MATMUL_ROWS = 1  # up to so many rows `row_matmul` is the fastest
+# Whether x is normed → (greatest width, rows of 8-bit weights that a program reads); wider ones two. All steps of a
+# program are unrolled, and with more of them registers spill.
+ROW_FP8: dict[bool, list[tuple[int, int]]] = {False: [(18944, 8), (32768, 4)], True: [(6144, 8), (8192, 4)]}
 # Products of few rows: (bytes of a weight, most rows) → by (least outputs, least reduction, config). Tiles and splits
 # are such that all programs are on the chip at once and read alike: 4096 to 4224 outputs are a tile of 32 a processor,
 # and a short reduction need not be split. Shapes that are missing belong to the library.
@@ -156,11 +159,15 @@ def crowd(programs: float, element: int, head_dim: int) -> Tile | None:
     return next((tile for least, tile in CROWD[element, sizes[0]] if programs >= least), None) if sizes else None
 
 
-def row_matmul(outputs: int, width: int) -> Matmul | None:
-    """Whole rows of the weight a program; None: they do not divide into blocks."""
+def row_matmul(outputs: int, width: int, element: int, normed: bool = False, gated: bool = False) -> Matmul | None:
+    """Whole rows of the weight a program, half of them of the gate if it is gated. None: they do not divide into
+    blocks."""
     block = min(width & -width, 4096)
-    if block < 512 or outputs % 4:
+    if block < 512 or outputs % (8 if element == 1 and not gated else 4):
         return None
+    if element == 1:
+        rows = next((rows for widest, rows in ROW_FP8[normed] if width <= widest), 2)
+        return Matmul(rows // 2 if gated else rows, block if block == width else min(block, 2048), 4, 1)
     return Matmul(4, 4096, 4, 1) if block == 4096 else Matmul(2, min(block, 2048), 4, 1)
 
 

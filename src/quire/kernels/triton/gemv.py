@@ -5,9 +5,10 @@
 
 `row_matmul`, for a single row: a program reads a few whole rows of the weight, the first of them before it waits for
 x, norms x on the way in, and gates or adds the residual on the way out: three launches saved and more bytes a second
-than the library reaches. `small_matmul`, up to 128 rows: weights are the tall side of the tensor cores' tile, or the
-narrow one beside x padded to 64 rows where that gives every processor a tile; several programs may share a tile's
-reduction, and the last one adds up in a fixed order.
+than the library reaches. Weights of 8 bits come twice as fast and have a kernel of their own, which spends fewer
+instructions on each. `small_matmul`, up to 128 rows: weights are the tall side of the tensor cores' tile, or the narrow
+one beside x padded to 64 rows where that gives every processor a tile; several programs may share a tile's reduction,
+and the last one adds up in a fixed order.
 
 Plain twin: `twins.matmul`. Refuses to know: which layer this is.
 """
@@ -26,9 +27,9 @@ from quire.kernels.triton.launch import counters, overlap, power_of_two
 
 @triton.jit
 def row_matmul_kernel(
-    x_ptr, weight_ptr, out_ptr, norm_ptr, residual_ptr, scale_ptr, stride_x, stride_out, eps,
+    x_ptr, weight_ptr, out_ptr, norm_ptr, residual_ptr, stride_x, stride_out, eps,
     N: tl.constexpr, K: tl.constexpr, M: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, W_SCALE: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, BLOCK_K)
@@ -63,10 +64,6 @@ def row_matmul_kernel(
             rms = tl.rsqrt(tl.sum(square, 0) / K + eps)
             y *= rms
             gate *= rms
-        if W_SCALE:
-            y *= tl.load(scale_ptr + n)
-            if GATED:
-                gate *= tl.load(scale_ptr + N + n)
         if GATED:
             y = silu(y) * gate
         if RESIDUAL:
@@ -74,31 +71,103 @@ def row_matmul_kernel(
         tl.store(out_ptr + m * stride_out + n, y.to(out_ptr.dtype.element_ty))
 
 
+@triton.jit
+def row_fp8_kernel(
+    x_ptr, weight_ptr, out_ptr, norm_ptr, residual_ptr, scale_ptr, stride_x, stride_out, eps,
+    N: tl.constexpr, K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    STEPS: tl.constexpr = K // BLOCK_K
+    PARTS: tl.constexpr = 2 if GATED else 1  # rows of the weight an output, side by side in the tile
+    row, k = tl.arange(0, OUTPUTS * PARTS), tl.arange(0, BLOCK_K)
+    of_weight = tl.program_id(0) * OUTPUTS + row // PARTS + row % PARTS * N
+    at = weight_ptr + of_weight.to(tl.int64)[:, None] * K + k[None, :]
+    x_ptr += tl.program_id(1) * stride_x
+    next_w = tl.load(at, eviction_policy="evict_first")
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    rms = 1.0
+    if NORM:  # x is summed up first, while the weights are on their way
+        square = tl.zeros([BLOCK_K], tl.float32)
+        for step in tl.static_range(STEPS):
+            x = tl.load(x_ptr + step * BLOCK_K + k).to(tl.float32)
+            square += x * x
+        rms = tl.rsqrt(tl.sum(square, 0) / K + eps)
+    acc = tl.zeros([OUTPUTS * PARTS, BLOCK_K // 4], tl.float32)
+    next_x = tl.load(x_ptr + k)
+    for step in tl.static_range(STEPS):
+        w, x = next_w, next_x.to(tl.float32)
+        if step + 1 < STEPS:  # asked for here, because no load passes the barriers that give x the weights' layout
+            next_w = tl.load(at + (step + 1) * BLOCK_K, eviction_policy="evict_first")
+            next_x = tl.load(x_ptr + (step + 1) * BLOCK_K + k)
+        if NORM:
+            x *= tl.load(norm_ptr + step * BLOCK_K + k).to(tl.float32) * rms
+        acc = _add_products(acc, w, x)
+    y = tl.sum(acc, 1) * tl.load(scale_ptr + of_weight)
+    if GATED:
+        gate, up = tl.split(tl.reshape(y, [OUTPUTS, 2]))
+        y = silu(gate) * up
+    where = tl.program_id(1) * stride_out + tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    if RESIDUAL:
+        y += tl.load(residual_ptr + where).to(tl.float32)
+    tl.store(out_ptr + where, y.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _add_products(acc, w, x):
+    """acc [rows, k / 4] plus w [rows, k] times x [k], four neighbours to a number: numbers for every column would take
+    four times the registers and, at the end, an addition a weight."""
+    w_even, w_odd = _halves(w.to(tl.float32))
+    x_even, x_odd = _halves(x[None, :])
+    w0, w2 = _halves(w_even)
+    w1, w3 = _halves(w_odd)
+    x0, x2 = _halves(x_even)
+    x1, x3 = _halves(x_odd)
+    acc += w0 * x0
+    acc += w1 * x1
+    acc += w2 * x2
+    acc += w3 * x3
+    return acc
+
+
+@triton.jit
+def _halves(t):
+    """The columns of even and of odd index."""
+    return tl.split(tl.reshape(t, [t.shape[0], t.shape[1] // 2, 2]))
+
+
 def row_matmul(
     x: torch.Tensor,  # [rows, k]; few rows
-    weight: torch.Tensor,  # [n, k], contiguous; x's dtype or 8 bits
+    weight: torch.Tensor,  # [n, k], contiguous; x's dtype or e4m3
     *,
     norm: torch.Tensor | None = None,  # [k]: x is RMS-normed with this weight first
     eps: float = 0.0,
     gated: bool = False,  # weight holds gate then up: out is silu(gate) * up, [rows, n / 2]
     residual: torch.Tensor | None = None,  # added to the result; may be `out`
-    weight_scale: torch.Tensor | None = None,  # [n], of 8-bit weights
+    weight_scale: torch.Tensor | None = None,  # [n], of 8-bit weights, and only of these
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows, width = x.shape
     outputs = weight.shape[0] // (2 if gated else 1)
-    launch = configs.row_matmul(outputs, width)
+    launch = configs.row_matmul(outputs, width, weight.element_size(), normed=norm is not None, gated=gated)
     assert launch is not None and weight.is_contiguous() and x.stride(1) == 1, "ask configs.row_matmul first"
     if out is None:
         out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     assert residual is None or residual.stride() == out.stride()
-    row_matmul_kernel[(outputs // launch.block_n,)](
-        x, weight, out, x if norm is None else norm, x if residual is None else residual,
-        x if weight_scale is None else weight_scale, x.stride(0), out.stride(0), eps,
-        N=outputs, K=width, M=rows, OUTPUTS=launch.block_n, BLOCK_K=launch.block_k,
-        NORM=norm is not None, GATED=gated, RESIDUAL=residual is not None, W_SCALE=weight_scale is not None,
-        num_warps=launch.warps, **overlap(x.device),
-    )  # fmt: skip
+    assert (weight_scale is not None) == (weight.element_size() == 1)
+    tensors = (x, weight, out, x if norm is None else norm, x if residual is None else residual)
+    numbers = (x.stride(0), out.stride(0), eps)
+    tiles = outputs // launch.block_n
+    options = {
+        "N": outputs, "K": width, "OUTPUTS": launch.block_n, "BLOCK_K": launch.block_k,
+        "NORM": norm is not None, "GATED": gated, "RESIDUAL": residual is not None,
+        "num_warps": launch.warps, **overlap(x.device),
+    }  # fmt: skip
+    if weight_scale is None:
+        row_matmul_kernel[(tiles,)](*tensors, *numbers, M=rows, **options)
+    else:
+        row_fp8_kernel[(tiles, rows)](*tensors, weight_scale, *numbers, **options)
     return out
 
 

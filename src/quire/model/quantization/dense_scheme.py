@@ -123,8 +123,10 @@ def invariant_input(
 
 def single_row(linear: Matrix, x: torch.Tensor) -> bool:
     """Whether the product with x is one for `row_matmul`."""
-    few = x.shape[0] <= configs.ROW_MATMUL_ROWS and linear.bias is None
-    return few and configs.row_matmul(min(linear.parts), linear.columns) is not None
+    if x.shape[0] > configs.ROW_MATMUL_ROWS or linear.bias is not None:
+        return False
+    element = linear.state["weight"].element_size()
+    return configs.row_matmul(min(linear.parts), linear.columns, element) is not None
 
 
 def joined_gate(linear: Matrix, x: torch.Tensor) -> configs.Matmul | None:
