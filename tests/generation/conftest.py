@@ -29,6 +29,30 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def replays(kernels: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The kinds of sampling that were replayed: as on a GPU, captured launches read and write the same memory."""
+    from quire.generation.sampling import kernel_sampling
+
+    found = []
+
+    def record(self: Any, kind: Any, tokens: torch.Tensor) -> Any:
+        given = self._memory_of(kind, tokens)
+        drawn, scores = self._launch(kind, given)
+
+        def replay() -> None:
+            found.append(kind)
+            again, rescored = self._launch(kind, given)
+            drawn.copy_(again)
+            if scores is not None:
+                scores.copy_(rescored)
+
+        return kernel_sampling._Capture(replay, drawn, scores)
+
+    monkeypatch.setattr(kernel_sampling.KernelSampling, "_record", record)
+    return found
+
+
 DEVICES = ["cuda"] if torch.cuda.is_available() else [pytest.param("kernels", marks=pytest.mark.slow)]
 
 

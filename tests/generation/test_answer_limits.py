@@ -1,18 +1,20 @@
 """Limits count for each answer: what one does to a grammar is not felt by the next, and none takes for ever."""
 
+import hashlib
 import json
 import random
+import time
 
 import numpy as np
 import pytest
 
-from quire.generation.grammar import answer_grammar, llguidance_backend
+from quire.generation.grammar import answer_grammar, grammar_store, llguidance_backend, slot_grammars
 from quire.generation.grammar.answer_grammar import AnswerGrammar
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
 from quire.generation.grammar.slot_grammars import SlotGrammars
 from quire.text import load_tokenizer, vocabulary_of
-from quire.types.grammar import GrammarSpec
+from quire.types.grammar import GrammarSpec, ThoughtSpec
 from quire.types.plan import Admit
 from quire.types.sampling_params import SamplingParams
 
@@ -36,7 +38,7 @@ def begin(store, spec):
         compiled.spoiled = True
         return store.fresh(spec, 0)
 
-    return AnswerGrammar(compiled.parts[0].fork(), own, compiled.first_masks[0])
+    return AnswerGrammar(compiled.parts[0][0].grammar.fork(), own, compiled.first_masks[0])
 
 
 def walk(answer, seed, length, wanted=lambda token: True):
@@ -68,7 +70,7 @@ def test_an_answer_that_fails_ruins_nothing(store):
     grammar = llguidance_backend.compile_unchecked
     monkey = LLGuidanceBackend()
     monkey.compile = lambda spec, vocabulary: grammar(spec, monkey.tokenizer(vocabulary))[0]
-    store._backend = monkey
+    store.backend = monkey
     encode = store._known_vocabulary().encode
     failed = begin(store, spec)
     for token in encode('{"q": "'):
@@ -110,11 +112,100 @@ def test_masks_that_take_too_long_end_their_answer_only(store, monkeypatch):
         assert slots.masks().any()
         position, error, late = 1, "", False
         while not error:
-            accepting = slots.accept(0, position, tokens[:1])
-            slots.settle([accepting])
-            late = late or not accepting.done()
+            (accepting,) = slots.accept([(0, position, tokens[:1])])
+            late = late or not accepting.known
             position, error = position + 1, accepting.result().error
         assert "computing" in error and late, "it was waited for to the end"
-        assert not slots.accept(1, 1, tokens[:1]).result().error
+        (accepting,) = slots.accept([(1, 1, tokens[:1])])
+        assert not accepting.result().error
+    finally:
+        slots.close()
+
+
+def test_answers_moved_together_and_apart_are_the_same(store, monkeypatch):
+    """With a thought first, forced text and an end; some are forks of a second copy."""
+    vocabulary = store._known_vocabulary()
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "n": {"type": "integer"}}}
+    specs = [
+        GrammarSpec("json_schema", json.dumps(schema | {"required": ["name", "n"]})),
+        GrammarSpec("json_schema", json.dumps(schema), thought=ThoughtSpec("<think>", ("</think>",), budget=3)),
+        GrammarSpec("choice", json.dumps(["yes", "yellow", "no"])),
+    ]
+    monkeypatch.setattr(grammar_store, "FORKS", 3)
+    monkeypatch.setattr(grammar_store, "QUICK_COMPILE_S", 9.0)
+    monkeypatch.setattr(slot_grammars, "USUAL_S", 9.0)
+    store.backend.threads = 2
+    for spec in specs:
+        store.prepare(spec).result()
+    found = {}
+    for apart in (False, True):
+        slots = SlotGrammars(store, vocab_size=len(vocabulary.tokens), max_len=200)
+        try:
+            begin = [
+                Admit(slot, f"r/{slot}", [1], 1, SamplingParams(grammar=specs[slot % 3], max_tokens=60), 0, 0, [])
+                for slot in range(24)
+            ]
+            slots.apply([], begin[:12])
+            store._thread.submit(lambda: None).result()  # copies were made
+            slots.apply([], begin[12:])
+            rng, position, going_on = random.Random(5), dict.fromkeys(range(24), 1), set(range(24))
+            answers = {slot: [] for slot in range(24)}
+            while going_on:
+                order = sorted(going_on)
+                slots.begin_masks([(slot, []) for slot in order])
+                masks = np.unpackbits(slots.masks(), axis=1, bitorder="little")
+                drawn = [rng.choice(np.flatnonzero(mask).tolist()) for mask in masks]
+                if apart:
+                    for slot in order:
+                        slots._by_slot[slot].alone = 9
+                took = slots.accept([(slot, position[slot], [token]) for slot, token in zip(order, drawn, strict=True)])
+                for slot, one in zip(order, took, strict=True):
+                    accepted = one.result()
+                    answers[slot].append((accepted.tokens, list(accepted.forced), accepted.done, accepted.error))
+                    position[slot] += len(accepted.tokens)
+                    if accepted.done or accepted.error or position[slot] >= 60:
+                        going_on.discard(slot)
+                tasks = {one.task for one in took}
+                assert len(tasks) == (len(order) if apart else 1)
+            found[apart] = answers
+        finally:
+            slots.close()
+    assert found[False] == found[True]
+    assert sum(len(accepted[0]) > 1 for answer in found[True].values() for accepted in answer), "nothing was forced"
+    assert [len(store.compiled(spec).parts[0]) for spec in specs] == [2, 2, 2]
+
+
+def test_one_slow_answer_among_many_is_found_and_goes_alone(store, monkeypatch):
+    """Those moved with it go alone for some tokens; then they are moved together again, and it is not."""
+    spec = GrammarSpec("choice", json.dumps(["a" * n for n in range(200, 210)]))
+    store.prepare(spec).result()
+    slots = SlotGrammars(store, vocab_size=len(store._known_vocabulary().tokens), max_len=4000)
+    try:
+        params = SamplingParams(grammar=spec, max_tokens=4000, logprobs=0)
+        slots.apply([], [Admit(slot, f"r/{slot}", [1], 1, params, seed=0, branch=0, stop_ids=[]) for slot in range(4)])
+        token, slow = store._known_vocabulary().encode("a")[:1], slots._by_slot[2].grammar
+        fill = type(slow._grammar).fill
+
+        def taking_long(grammar, row):
+            if grammar is slow._grammar:
+                spins = time.thread_time() + 2 * answer_grammar.SLOW_S
+                while time.thread_time() < spins:
+                    hashlib.blake2b(bytes(1 << 20)).digest()  # which keeps no other thread from running
+            fill(grammar, row)
+
+        def all_taking_long(grammars, size, own=store.backend.fill_each):
+            if slow._grammar in grammars:
+                taking_long(slow._grammar, np.empty(size, np.uint8))
+            return own(grammars, size)
+
+        monkeypatch.setattr(type(slow._grammar), "fill", taking_long)
+        monkeypatch.setattr(store.backend, "fill_each", all_taking_long)
+        tasks = []
+        for position in range(1, 25):
+            took = slots.accept([(slot, position, token) for slot in range(4)])
+            assert not any(one.result().error for one in took)
+            tasks.append(len({one.task for one in took}))
+        assert tasks[0] == 1 and set(tasks[1:17]) == {4} and 2 in tasks[17:], tasks
+        assert slots._by_slot[2].alone == slot_grammars.ALONE_TOKENS
     finally:
         slots.close()

@@ -114,6 +114,24 @@ def test_forks_do_not_feel_each_other(backend):
     assert allowed(grammar) == before and fork.done and not grammar.done
 
 
+def test_each_at_once_is_one_after_another(backend):
+    """Wrong tokens among them."""
+    rng, size = random.Random(4), -(-len(TOKENS) // 8)
+    together = [compiled(backend) for _ in range(9)]
+    apart = [compiled(backend) for _ in range(9)]
+    for _ in range(4):
+        going_on = [at for at in range(9) if not apart[at].done and not apart[at].error]
+        tokens = [rng.choice(allowed(apart[at])) if rng.random() < 0.9 else encode("x")[0] for at in going_on]
+        backend.accept_each([together[at] for at in going_on], tokens)
+        for at, token in zip(going_on, tokens, strict=True):
+            apart[at].accept([token])
+            assert (together[at].done, bool(together[at].error)) == (apart[at].done, bool(apart[at].error))
+        going_on = [at for at in going_on if not apart[at].done and not apart[at].error]
+        rows = backend.fill_each([together[at] for at in going_on], size)
+        found = [np.flatnonzero(np.unpackbits(row, bitorder="little")[: len(TOKENS)]).tolist() for row in rows]
+        assert found == [allowed(apart[at]) for at in going_on]
+
+
 def test_a_token_that_may_not_come_is_an_error(backend):
     grammar = compiled(backend)
     grammar.accept(encode("x"))
@@ -152,6 +170,9 @@ class Once:
     def __init__(self, backend):
         self.backend, self.seen = backend, set()
 
+    def __getattr__(self, name):
+        return getattr(self.backend, name)
+
     def compile(self, spec, vocabulary):
         if spec in self.seen:
             raise RuntimeError("compiled again")
@@ -170,10 +191,10 @@ def test_what_was_prepared_is_never_compiled_in_a_step(backend):
         assert all(ready.result() for ready in held)
         for _ in range(2):
             slots.apply([0, 1], [admit(each(0)), admit(each(0), 1, encode("n"))])
-            assert slots.accept(0, 1, encode("ye")).result().tokens == [*encode("ye"), *encode("s0")]
-            assert slots.accept(1, 2, encode("o")).result().tokens == [*encode("o"), *encode("0")]
+            assert slots.accept([(0, 1, encode("ye"))])[0].result().tokens == [*encode("ye"), *encode("s0")]
+            assert slots.accept([(1, 2, encode("o"))])[0].result().tokens == [*encode("o"), *encode("0")]
             slots.apply([0], [admit(GrammarSpec("choice", '["yes"]'))])
-            assert slots.accept(0, 1, encode("yes")).result().done
+            assert slots.accept([(0, 1, encode("yes"))])[0].result().done
     finally:
         slots.close()
         store.close()
@@ -191,8 +212,8 @@ def test_an_answer_without_a_compiled_grammar_ends_alone(backend):
             slots.begin_masks([(0, [3, 4]), (1, [])])
             masks = slots.masks()
             assert masks[0].any() and np.unpackbits(masks[3], bitorder="little")[encode("no")[0]]
-            assert reason in slots.accept(0, 1, [3]).result().error
-            assert not slots.accept(1, 1, encode("n")).result().error
+            assert reason in slots.accept([(0, 1, [3])])[0].result().error
+            assert not slots.accept([(1, 1, encode("n"))])[0].result().error
     finally:
         slots.close()
         store.close()

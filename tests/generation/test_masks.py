@@ -53,3 +53,26 @@ def test_the_best_allowed_token_is_the_greedy_one(device, admit):
     assert sampler.sample(logits, [0], [1], tokens, packed([{3, 250, 17}])).token_ids.tolist() == [250]
     logits[0, [3, 17, 250]] = float("-inf")  # forbidden by something else, too: the grammar has the last word
     assert sampler.sample(logits, [0], [1], tokens, packed([{3, 250, 17}])).token_ids.tolist()[0] in (3, 250, 17)
+
+
+def test_masks_of_captured_launches_are_of_their_own_rows(replays, admit):
+    """Penalties, bias and grammars in one batch, and rows that have none; with fewer rows and other masks than before,
+    what lies in that memory from then is for nobody."""
+    sampler, plain = (Sampler(slots=8, vocab_size=VOCAB, device=torch.device("cpu")) for _ in range(2))
+    assert sampler._kernels is not None
+    sampler._kernels._graphs, plain._kernels = True, None
+    for each in (sampler, plain):
+        for slot in range(8):
+            grammar = GrammarSpec("json_object") if slot % 3 else None
+            admit(each, slot, seed=slot, grammar=grammar, **WAYS[slot % len(WAYS)])
+    tokens = torch.zeros(8, 64, dtype=torch.int32)
+    generator, rng = torch.Generator().manual_seed(2), np.random.default_rng(2)
+    for slots in ([*range(8)], [1, 3, 5], [0, 3, 6], [2], [7, 0, 4, 1, 5]):
+        logits = torch.randn(len(slots), VOCAB, generator=generator) * 3
+        allowed = [rng.choice(VOCAB, rng.integers(1, 6), replace=False).tolist() for slot in slots if slot % 3]
+        given = logits, slots, [9] * len(slots), tokens, packed(allowed) if allowed else None
+        drawn = sampler.sample(*given).token_ids.tolist()
+        assert drawn == plain.sample(*given).token_ids.tolist()
+        masked = [token for slot, token in zip(slots, drawn, strict=True) if slot % 3]
+        assert all(token in ids for token, ids in zip(masked, allowed, strict=True))
+    assert [kind.masked for kind in replays] == [True, True, False, True, True]

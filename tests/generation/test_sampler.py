@@ -179,27 +179,8 @@ def test_kernels_equal_twin(kernels: None) -> None:
     assert sampler._kernels is not None and not sampler._kernels._counting.any()
 
 
-def test_what_is_captured_is_sampled_alike(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_captured_is_sampled_alike(replays: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In memory that every replay writes over: of more rows than are captured, no slice sees another's."""
-    from quire.generation.sampling import kernel_sampling
-
-    replays = []
-
-    def record(self: Any, kind: Any, tokens: torch.Tensor) -> Any:
-        logits = self._logits.setdefault(kind.dtype, torch.zeros(8, VOCAB))
-        given = logits[: kind.rows], self._table_of(kind), kind.adjusted, kind.width, tokens
-        drawn, scores = self._launch(*given)
-
-        def replay() -> None:
-            replays.append(kind)
-            again, rescored = self._launch(*given)
-            drawn.copy_(again)
-            if scores is not None:
-                scores.copy_(rescored)
-
-        return kernel_sampling._Capture(replay, drawn, scores)
-
-    monkeypatch.setattr(kernel_sampling.KernelSampling, "_record", record)
     monkeypatch.setattr(sampler_module, "SLICE_ROWS", 5)
     world = World(len(KINDS), CPU)
     sampler = world.sampler(CPU)

@@ -8,14 +8,14 @@ Nothing before `accept` waits for the device. Refuses to know: models, captured 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 
 import torch
 
 from quire.generation.drafting.speculation import ExpandedPlan, Speculation
 from quire.generation.grammar.grammar_store import GrammarStore
-from quire.generation.grammar.slot_grammars import Accepted, SlotGrammars
+from quire.generation.grammar.slot_grammars import Accepted, Accepting, SlotGrammars
 from quire.generation.sampling.logprobs import LogprobTensors
 from quire.generation.sampling.sampler import Sampled, Sampler
 from quire.runtime.worker import ForwardOutput, ForwardWorker
@@ -40,12 +40,12 @@ class AcceptedSample:
     tokens: list[int]
     indices: list[int]  # of those among all that the step sampled
     states: torch.Tensor | None
-    accepting: Future[Accepted] | None  # None: no grammar
     drafted: bool  # whether there was a draft to verify
+    accepting: Accepting | None = None  # None: no grammar
 
     @property
     def known(self) -> bool:
-        return self.accepting is None or self.accepting.done()
+        return self.accepting is None or self.accepting.known
 
 
 class SamplingHead:
@@ -138,13 +138,14 @@ class SamplingHead:
                 tokens, indices = self._speculation.accept(draft, tokens)
                 if isinstance(draft, DraftTree):
                     self._worker.keep_branch(sample.slot, sample.position, tokens, [i - 1 for i in indices[1:]])
-            accepting = self._grammars.accept(sample.slot, sample.position, tokens)
             states = None
             if hidden is not None and self._speculation is not None:
                 states = hidden[[begin + i for i in indices] if isinstance(draft, DraftTree) else slice(begin, end)]
             places = [begin + i for i in indices]
-            found.append(AcceptedSample(index, sample, tokens, places, states, accepting, drafted=bool(draft)))
-        self._grammars.settle([one.accepting for one in found if one.accepting is not None])
+            found.append(AcceptedSample(index, sample, tokens, places, states, drafted=bool(draft)))
+        accepting = self._grammars.accept([(one.sample.slot, one.sample.position, one.tokens) for one in found])
+        for one, its in zip(found, accepting, strict=True):
+            one.accepting = its
         return found
 
     def observe(self, one: AcceptedSample) -> Accepted:
@@ -165,11 +166,8 @@ class SamplingHead:
         """Of earlier steps, samples that became known; waits so long for the first, if there are any."""
         if not self._deferred:
             return []
-        wait(
-            [one.accepting for waiting, _ in self._deferred for one in waiting if one.accepting],
-            patience,
-            FIRST_COMPLETED,
-        )
+        deferred = [one for waiting, _ in self._deferred for one in waiting]
+        wait({one.accepting.task for one in deferred if one.accepting}, patience, FIRST_COMPLETED)
         found, left = [], []
         for waiting, tell in self._deferred:
             known = [one for one in waiting if one.known]

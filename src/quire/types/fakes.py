@@ -21,11 +21,11 @@ import numpy.typing as npt
 
 from quire.types.errors import InputError
 from quire.types.fake_tiers import Entries, Entry, FakeTiers
-from quire.types.grammar import GrammarSpec, Vocabulary
+from quire.types.grammar import GrammarSpec, TokenMasks, Vocabulary
 from quire.types.kv import NULL_STATE, KVLayout
 from quire.types.membership import PeerLink
 from quire.types.plan import Admit, Capacity, RopeShift, Row, StepPlan, StepResult, TokenLogprobs
-from quire.types.seams import DraftContext, DraftTree, ExecutorInfo
+from quire.types.seams import DraftContext, DraftTree, ExecutorInfo, Grammar
 from quire.types.transfer import KVConnector
 
 _MASK = (1 << 61) - 1
@@ -397,11 +397,23 @@ class FakeExecutor:
 class FakeGrammars:
     """A GrammarBackend for choices."""
 
+    threads = 1
+
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> FakeGrammar:
         choices = json.loads(spec.source) if spec.kind in ("choice", "each") else None
         if not choices:
             raise InputError(f"only choices are known here, not {spec.kind} {spec.source!r}")
         return FakeGrammar([choice.encode() for choice in choices], vocabulary)
+
+    def accept_each(self, grammars: Sequence[Grammar], tokens: Sequence[int]) -> None:
+        for grammar, token in zip(grammars, tokens, strict=True):
+            grammar.accept([token])
+
+    def fill_each(self, grammars: Sequence[Grammar], size: int) -> TokenMasks:
+        rows = np.empty((len(grammars), size), np.uint8)
+        for grammar, row in zip(grammars, rows, strict=True):
+            grammar.fill(row)
+        return rows
 
 
 class FakeGrammar:

@@ -14,7 +14,7 @@ from quire.types.autoscaling import AutoscalingView
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.errors import QuireError
 from quire.types.events import EngineStats, TokenEvent
-from quire.types.grammar import GrammarSpec, Vocabulary
+from quire.types.grammar import GrammarSpec, TokenMasks, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.membership import PeerLink, ReplicaView
 from quire.types.messages import AdapterInfo, EngineInfo
@@ -150,8 +150,18 @@ class Grammar(Protocol):
 
 
 class GrammarBackend(Protocol):
+    threads: int  # that move several grammars at once; forks of one wait for each other
+
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> Grammar:
         """The grammar before any token; InputError with the reason if it makes no sense or is too large."""
+        ...
+
+    def accept_each(self, grammars: Sequence[Grammar], tokens: Sequence[int]) -> None:
+        """Each accepts a token of its own."""
+        ...
+
+    def fill_each(self, grammars: Sequence[Grammar], size: int) -> TokenMasks:
+        """Each fills a row of its own, of so many bytes."""
         ...
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.types.grammar import TokenMasks
-from quire.types.seams import Grammar
+from quire.types.seams import Grammar, GrammarBackend
 
 MASK_BUDGET_S = 1.0  # computing that masks of one answer may take beyond what is usual
 USUAL_S = 0.005  # for a token
@@ -112,6 +112,28 @@ class AnswerGrammar:
         self.slow = took > SLOW_S
         self._spent += max(0.0, took - USUAL_S)
         self._overdrawn = self._overdrawn or self._spent > MASK_BUDGET_S
+
+
+def advance_each(
+    backend: GrammarBackend, answers: Sequence[AnswerGrammar], tokens: Sequence[int], most: Sequence[int]
+) -> list[tuple[list[int], list[int]]]:
+    """Each answer's `advance` by one token. Their time is not taken: they are moved at once."""
+    for answer, token in zip(answers, tokens, strict=True):
+        answer._tokens.append(token)
+    backend.accept_each([answer._grammar for answer in answers], tokens)
+    found = []
+    for answer, token, limit in zip(answers, tokens, most, strict=True):
+        answer._renew()
+        more = answer._grammar.forced()[: max(0, limit - 1)] if limit and not answer.done else []
+        if more:
+            answer._accept(more)
+        found.append(([token, *more], list(range(1, 1 + len(more)))))
+    going_on = [answer for answer in answers if not answer.done]
+    masks = backend.fill_each([answer._grammar for answer in going_on], len(answers[0].mask))
+    for answer, answer.mask in zip(going_on, masks, strict=True):
+        if answer._renew():
+            answer._grammar.fill(answer.mask)
+    return found
 
 
 class FailedGrammar:

@@ -1,8 +1,9 @@
 """Compiled grammars by what they were compiled from.
 
 Answers begin with a fork of a compiled grammar. Forks share the compiler's lexer: what it has learnt, which makes them
-cheap, and its limits and errors, which are no other answer's business. An answer that fails is tried again on a grammar
-of its own (`answer_grammar`), and what it was forked from is not used for new requests.
+cheap; a lock, because of which further copies are compiled while many answers use the grammar; and its limits and
+errors, which are no other answer's business. An answer that fails is tried again on a grammar of its own
+(`answer_grammar`), and what it was forked from is not used for new requests.
 
 Refuses to know: slots, steps, how a grammar is written or parsed.
 """
@@ -10,27 +11,41 @@ Refuses to know: slots, steps, how a grammar is written or parsed.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from quire.generation.grammar.thought_grammar import compile_answer
+from quire.types.errors import InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, TokenMasks, Vocabulary
 from quire.types.seams import Grammar, GrammarBackend
 
 MAX_COMPILED_GRAMMARS = 128  # most recently used
+FORKS = 8  # of one grammar at a time, which wait for each other, until another is compiled beside it
+QUICK_COMPILE_S = 0.1  # and another, if that took no longer
+
+
+@dataclass(eq=False)
+class GrammarCopy:
+    """One of several that were compiled from the same."""
+
+    grammar: Grammar
+    answers: int = 0  # that go on with forks of it
 
 
 @dataclass
 class CompiledGrammar:
     """One grammar for all answers to a request, or one for each of them."""
 
-    parts: list[Grammar]
+    parts: list[list[GrammarCopy]]
     first_masks: list[TokenMasks]  # what each may begin with
+    copying: bool = False  # others are being compiled, or take too long
     spoiled: bool = False  # an answer failed on what its forks share
 
     def part(self, spec: GrammarSpec, branch: int) -> int:
@@ -42,7 +57,7 @@ class GrammarStore:
     `prepare` is still referenced."""
 
     def __init__(self, backend: GrammarBackend, vocabulary: Callable[[], Vocabulary]):
-        self._backend = backend
+        self.backend = backend
         self._load_vocabulary = vocabulary
         self._vocabulary: Vocabulary | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammars")
@@ -64,12 +79,12 @@ class GrammarStore:
             return known
 
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        whole = compile_answer(self._backend, spec, self._known_vocabulary())
-        parts = [compile_answer(self._backend, part, self._known_vocabulary()) for part in spec.parts] or [whole]
+        whole = compile_answer(self.backend, spec, self._known_vocabulary())
+        parts = [compile_answer(self.backend, part, self._known_vocabulary()) for part in spec.parts] or [whole]
         masks = np.zeros((len(parts), -(-len(self._known_vocabulary().tokens) // 8)), np.uint8)
         for part, row in zip(parts, masks, strict=True):
             part.fork().fill(row)
-        return CompiledGrammar(parts, list(masks))
+        return CompiledGrammar([[GrammarCopy(part)] for part in parts], list(masks))
 
     def _known_vocabulary(self) -> Vocabulary:
         if self._vocabulary is None:
@@ -82,10 +97,32 @@ class GrammarStore:
             known = self._compiled.get(spec)
         return known.result() if known is not None and known.done() else None
 
+    def copy_for(self, compiled: CompiledGrammar, spec: GrammarSpec, branch: int) -> GrammarCopy:
+        """The one with the fewest answers. Where they are many, there will be others for answers to come."""
+        copies = compiled.parts[compiled.part(spec, branch)]
+        if self._crowded(copies) and not compiled.copying:
+            compiled.copying = True
+            self._thread.submit(self._copy, compiled, copies, spec, branch)
+        return min(copies, key=lambda copy: copy.answers)
+
+    def _crowded(self, copies: list[GrammarCopy]) -> bool:
+        return len(copies) < self.backend.threads and sum(copy.answers for copy in copies) >= FORKS * len(copies)
+
+    def _copy(self, compiled: CompiledGrammar, copies: list[GrammarCopy], spec: GrammarSpec, branch: int) -> None:
+        """One at a time: other grammars wait for the thread too."""
+        began = time.perf_counter()
+        with suppress(InputError, OverloadedError):  # it goes without
+            copies.append(GrammarCopy(self.fresh(spec, branch)))
+            if time.perf_counter() - began > QUICK_COMPILE_S:
+                return
+            compiled.copying = self._crowded(copies)
+            if compiled.copying:
+                self._thread.submit(self._copy, compiled, copies, spec, branch)
+
     def fresh(self, spec: GrammarSpec, branch: int) -> Grammar:
         """A grammar that shares nothing with other answers; compiled by the caller's own thread."""
         part = spec.parts[branch] if spec.kind == "each" else spec
-        return compile_answer(self._backend, part, self._known_vocabulary())
+        return compile_answer(self.backend, part, self._known_vocabulary())
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

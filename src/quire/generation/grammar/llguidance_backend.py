@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -38,8 +38,10 @@ from quire.generation.grammar.schema_sources import (
 )
 from quire.generation.grammar.trial import openings, strings
 from quire.types.errors import InputError, NotInstalledError, OverloadedError
-from quire.types.grammar import GrammarSpec, Vocabulary
+from quire.types.grammar import GrammarSpec, TokenMasks, Vocabulary
 from quire.types.installed import too_old
+from quire.types.memory_use import usable_cores
+from quire.types.seams import Grammar
 
 T = TypeVar("T")
 
@@ -51,6 +53,7 @@ STACK_BYTES = 512 << 20  # bytes of address space, touched only as far as a gram
 JSON_EXACTLY: Any = {"json_allowed_escapes": ESCAPES, "lenient": False, "coerce_one_of": False}
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 MAX_TRIAL_S = 0.2  # for the strings of a grammar, one by one
+MAX_THREADS = 16
 MAX_LOCKED_S = 0.003  # a matcher whose masks take longer is moved without the interpreter's lock
 
 
@@ -59,6 +62,7 @@ class LLGuidanceBackend:
 
     def __init__(self) -> None:
         self._tokenizers: WeakKeyDictionary[Vocabulary, Any] = WeakKeyDictionary()
+        self.threads = max(2, min(MAX_THREADS, usable_cores() * 3 // 4))
 
     def tokenizer(self, vocabulary: Vocabulary) -> Any:
         tokenizer = self._tokenizers.get(vocabulary)
@@ -69,6 +73,34 @@ class LLGuidanceBackend:
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> LLGuidanceGrammar:
         tokenizer = self.tokenizer(vocabulary)
         return _run_on_deep_stack(lambda: compile_grammar(spec, tokenizer), MAX_COMPILE_CPU_S)
+
+    def accept_each(self, grammars: Sequence[Grammar], tokens: Sequence[int]) -> None:
+        together = []
+        for grammar, token in zip(grammars, tokens, strict=True):
+            if isinstance(grammar, LLGuidanceGrammar):
+                together.append((grammar.matcher, token))
+            else:
+                grammar.accept([token])
+        if together:
+            self._executor.consume_token_par([*together, (_no_matcher(), 0)])
+
+    def fill_each(self, grammars: Sequence[Grammar], size: int) -> TokenMasks:
+        matched = [(at, grammar) for at, grammar in enumerate(grammars) if isinstance(grammar, LLGuidanceGrammar)]
+        words = np.empty((len(grammars), matched[0][1].words if matched else -(-size // 4)), np.int32)
+        if matched:
+            places = [(grammar.matcher, at) for at, grammar in matched]
+            self._executor.unsafe_compute_mask_ptr(places, words.ctypes.data, words[0].nbytes, len(words))
+        rows = words.view(np.uint8)[:, :size]
+        for grammar, row in zip(grammars, rows, strict=True):
+            if not isinstance(grammar, LLGuidanceGrammar):
+                grammar.fill(row)
+        return rows
+
+    @cached_property
+    def _executor(self) -> Any:
+        from llguidance import LLExecutor
+
+        return LLExecutor(num_threads=self.threads)
 
 
 def compile_unchecked(spec: GrammarSpec, tokenizer: Any) -> tuple[LLGuidanceGrammar, GrammarSpec]:
@@ -155,40 +187,40 @@ def _first_mask_error(grammar: LLGuidanceGrammar, opening: list[int]) -> str:
 
 class LLGuidanceGrammar:
     def __init__(self, matcher: Any, words: int):
-        self._matcher = matcher
+        self.matcher = matcher
         self._slow = False
         self.words = words  # of 32 bits in a mask
 
     @property
     def error(self) -> str:
-        return plain_reason(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return plain_reason(self.matcher.get_error()) if self.matcher.is_error() else ""
 
     @property
     def done(self) -> bool:
-        return bool(self._matcher.is_stopped())
+        return bool(self.matcher.is_stopped())
 
     def fill(self, row: npt.NDArray[np.uint8]) -> None:
         words = np.empty(self.words, np.int32)
         began = time.perf_counter()
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._slow = time.perf_counter() - began > MAX_LOCKED_S
         row[:] = words.view(np.uint8)[: len(row)]
 
     def accept(self, tokens: Sequence[int]) -> None:
         if not self._slow:
-            self._matcher.consume_tokens(list(tokens))
+            self.matcher.consume_tokens(list(tokens))
             return
         for token in tokens:
-            _unlocked().consume_token_par([(self._matcher, token), (_no_matcher(), token)])
+            _unlocked().consume_token_par([(self.matcher, token), (_no_matcher(), token)])
 
     def forced(self) -> list[int]:
-        return [] if self.done else self._matcher.compute_ff_tokens()
+        return [] if self.done else self.matcher.compute_ff_tokens()
 
     def rollback(self, count: int) -> None:
-        self._matcher.rollback(count)
+        self.matcher.rollback(count)
 
     def fork(self) -> LLGuidanceGrammar:
-        return LLGuidanceGrammar(self._matcher.deep_copy(), self.words)
+        return LLGuidanceGrammar(self.matcher.deep_copy(), self.words)
 
 
 @cache

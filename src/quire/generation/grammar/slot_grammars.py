@@ -3,12 +3,14 @@
     apply ──► an answer's grammar, with the mask of how it may begin
     begin_masks ──► along drafts: masks as if each token of them had been sampled, filled in threads while the forward
               pass runs; `masks` gives them, and those made before
-    accept ──► in a thread: the tokens sampled, those the grammar forces after them (jump-ahead: they need no step of
+    accept ──► in threads: the tokens sampled, those the grammar forces after them (jump-ahead: they need no step of
               their own), and the mask of what may come next. What is not done soon is told of when it is; until then
               its answer takes part in no step
 
-Forced tokens are those the tokenizer itself would make of the forced text, as far as what follows cannot change them.
-Answers that have been slow share one thread, of low priority.
+Answers that have one token each are moved together, which is quick and says nothing of what each of them takes. If it
+took too long, each of them goes by itself for a while, by the clock. Answers that have been slow then share one thread,
+of low priority. Forced tokens are those the tokenizer itself would make of the forced text, as far as what follows
+cannot change them.
 
 Refuses to know: torch, logits, how a grammar is written or parsed.
 """
@@ -17,21 +19,24 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 
-from quire.generation.grammar.answer_grammar import AnswerGrammar, FailedGrammar
-from quire.generation.grammar.grammar_store import GrammarStore
+from quire.generation.grammar.answer_grammar import USUAL_S, AnswerGrammar, FailedGrammar, advance_each
+from quire.generation.grammar.grammar_store import GrammarCopy, GrammarStore
 from quire.types.grammar import GrammarSpec, TokenMasks
 from quire.types.memory_use import usable_cores
 from quire.types.plan import Admit
-from quire.types.seams import Grammar
+from quire.types.seams import Grammar, GrammarBackend
 
+ALONE_TOKENS = 16  # by the clock, of an answer that was moved together with a slow one
 PATIENCE_S = 0.01  # a step waits so long for its grammars to say what follows
 REPLAY_S = 1.0  # and so long for that of a preempted answer to be where it was
 SLOW_NICENESS = 10
@@ -46,9 +51,25 @@ class Accepted:
     error: str = ""
 
 
+@dataclass(frozen=True, eq=False)
+class Accepting:
+    """What a thread makes of the tokens sampled for one of some answers."""
+
+    task: Future[list[Accepted]]
+    index: int
+
+    @property
+    def known(self) -> bool:
+        return self.task.done()
+
+    def result(self) -> Accepted:
+        return self.task.result()[self.index]
+
+
 @dataclass(eq=False)
 class SlotGrammar:
     grammar: AnswerGrammar | FailedGrammar
+    copy: GrammarCopy | None  # that it is a fork of
     end: int  # position beyond which no token is wanted
     jump_ahead: bool  # whether forced tokens are accepted without a step
     lock: threading.Lock = field(default_factory=threading.Lock)  # one thread at a time
@@ -58,6 +79,11 @@ class SlotGrammar:
     looking: Future[None] | None = None  # until they are all there
     stopped: bool = False  # they are no longer waited for
     sure: int = 1  # how many of the step's samples were drawn under a mask of their own
+    alone: int = 0  # so many tokens are taken by itself
+
+    def most(self, position: int) -> int:
+        """Tokens that may be accepted from there on with those forced; 0: none are to be forced."""
+        return self.end - position if self.jump_ahead else 0
 
 
 class SlotGrammars:
@@ -76,31 +102,36 @@ class SlotGrammars:
         for slot in frees:
             if freed := self._by_slot.pop(slot, None):
                 freed.stopped = True
+                if freed.copy is not None:
+                    freed.copy.answers -= 1
         for admit in admits:
             spec = admit.params.grammar
             if spec is not None:
                 end = min(self._max_len, admit.prompt_len + (admit.params.max_tokens or self._max_len))
                 # Where log-probabilities are wanted, every token has to come from the model.
-                live = SlotGrammar(self._begin(spec, admit.branch), end, admit.params.logprobs is None)
+                live = SlotGrammar(*self._begin(spec, admit.branch), end, admit.params.logprobs is None)
                 if tokens := admit.tokens[admit.prompt_len :]:
                     live.replay = self._lane(live).submit(_replay, live, tokens)
                 self._by_slot[admit.slot] = live
 
-    def _begin(self, spec: GrammarSpec, branch: int) -> AnswerGrammar | FailedGrammar:
+    def _begin(self, spec: GrammarSpec, branch: int) -> tuple[AnswerGrammar | FailedGrammar, GrammarCopy | None]:
         """For one more answer. What was not prepared, or cannot go on, is a grammar with an error."""
         try:
             compiled = self._store.compiled(spec)
             if compiled is None:
-                return FailedGrammar("it was not prepared", self._bytes)
-            part = compiled.part(spec, branch)
+                return FailedGrammar("it was not prepared", self._bytes), None
 
             def own() -> Grammar:
                 compiled.spoiled = True
                 return self._store.fresh(spec, branch)
 
-            return AnswerGrammar(compiled.parts[part].fork(), own, compiled.first_masks[part][: self._bytes])
+            copy = self._store.copy_for(compiled, spec, branch)
+            first_mask = compiled.first_masks[compiled.part(spec, branch)][: self._bytes]
+            answer = AnswerGrammar(copy.grammar.fork(), own, first_mask)
+            copy.answers += 1
+            return answer, copy
         except Exception as error:  # one answer's, not the step's
-            return FailedGrammar(f"{type(error).__name__}: {error}", self._bytes)
+            return FailedGrammar(f"{type(error).__name__}: {error}", self._bytes), None
 
     def begin_masks(self, drafts: Sequence[tuple[int, list[int]]]) -> None:
         """Start to look ahead along drafts; of the samples in slots, those that have a grammar need masks."""
@@ -132,14 +163,24 @@ class SlotGrammars:
             row = end
         return masks
 
-    def accept(self, slot: int, position: int, tokens: list[int]) -> Future[Accepted] | None:
-        """These tokens were sampled for a slot from `position` on; None: for one without a grammar."""
-        live = self._by_slot.get(slot)
-        return self._lane(live).submit(_accept, live, position, tokens) if live is not None else None
-
-    def settle(self, accepting: Sequence[Future[Accepted]]) -> None:
-        """Wait a little for these."""
-        wait(accepting, PATIENCE_S)
+    def accept(self, sampled: Sequence[tuple[int, int, list[int]]]) -> list[Accepting | None]:
+        """Of (slot, position, tokens sampled from there on); None: for a slot without a grammar. Waits a little."""
+        found: list[Accepting | None] = [None] * len(sampled)
+        places: list[int] = []
+        moves: list[_Move] = []
+        for at, (slot, position, tokens) in enumerate(sampled if self._by_slot else ()):
+            if live := self._by_slot.get(slot):
+                if len(tokens) == 1 and not live.alone and isinstance(live.grammar, AnswerGrammar):
+                    places.append(at)
+                    moves.append(_Move(live, live.grammar, position, tokens[0]))
+                else:
+                    found[at] = Accepting(self._lane(live).submit(_accept, live, position, tokens), 0)
+        if moves:
+            task = self._pool.submit(_accept_each, self._store.backend, moves)
+            for index, at in enumerate(places):
+                found[at] = Accepting(task, index)
+        wait({one.task for one in found if one is not None}, PATIENCE_S)
+        return found
 
     def _lane(self, live: SlotGrammar) -> ThreadPoolExecutor:
         return self._slow if live.grammar.slow else self._pool
@@ -160,15 +201,46 @@ def _look_ahead(live: SlotGrammar) -> None:
         live.grammar.look_ahead(live.draft, live.ahead, lambda: live.stopped)
 
 
-def _accept(live: SlotGrammar, position: int, tokens: list[int]) -> Accepted:
+def _accept(live: SlotGrammar, position: int, tokens: list[int]) -> list[Accepted]:
     with live.lock:
         grammar = live.grammar
         try:
-            accepted, forced = grammar.advance(tokens[: live.sure], most=live.end - position if live.jump_ahead else 0)
+            accepted, forced = grammar.advance(tokens[: live.sure], most=live.most(position))
+            live.alone = ALONE_TOKENS if grammar.slow else max(0, live.alone - 1)
             sampled = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(accepted, tokens, strict=False)))
-            return Accepted(accepted, sampled, forced, grammar.done, grammar.error)
+            return [Accepted(accepted, sampled, forced, grammar.done, grammar.error)]
         except Exception as error:  # one answer's, not the step's
-            return Accepted(tokens[:1], 1, error=f"{type(error).__name__}: {error}")
+            return [_failed(tokens, error)]
+
+
+class _Move(NamedTuple):
+    live: SlotGrammar
+    answer: AnswerGrammar
+    position: int
+    token: int
+
+
+def _accept_each(backend: GrammarBackend, moves: Sequence[_Move]) -> list[Accepted]:
+    with ExitStack() as stack:
+        for move in moves:
+            stack.enter_context(move.live.lock)
+        answers, tokens = [move.answer for move in moves], [move.token for move in moves]
+        began = time.perf_counter()
+        try:
+            found = advance_each(backend, answers, tokens, [move.live.most(move.position) for move in moves])
+        except Exception as error:
+            return [_failed([token], error) for token in tokens]
+        if time.perf_counter() - began > USUAL_S * (1 + len(moves) / backend.threads):
+            for move in moves:
+                move.live.alone = ALONE_TOKENS
+        return [
+            Accepted(accepted, 1, forced, answer.done, answer.error)
+            for (accepted, forced), answer in zip(found, answers, strict=True)
+        ]
+
+
+def _failed(tokens: list[int], error: Exception) -> Accepted:
+    return Accepted(tokens[:1], 1, error=f"{type(error).__name__}: {error}")
 
 
 def _lower_priority() -> None:

@@ -3,9 +3,9 @@
 Draws alone are part of captured steps. The rest follows a step, and is captured by itself, since with a few kernels it
 takes the host longer to launch them than the device to run them:
 
-    logits, rows ──copied──► bias, minimum length, penalties ─► draw ─► log-probabilities     one launch
+    logits, rows, masks ─copied─► bias, minimum length, penalties ─► masks ─► draw ─► log-probabilities     one launch
 
-Refuses to know: bad words, allowed tokens and grammars, which `sampler.py` does with torch.
+Refuses to know: bad words and allowed tokens, which `sampler.py` does with torch; what a grammar is.
 """
 
 from __future__ import annotations
@@ -24,17 +24,31 @@ from quire.kernels.triton.adjust_kernels import BIAS, PENALTIES, STOPS, adjust, 
 from quire.kernels.triton.draw_kernels import draw
 from quire.kernels.triton.logprob_kernels import logprobs
 from quire.kernels.triton.sampling_kernels import argmax
+from quire.types.grammar import TokenMasks
 
 log = logging.getLogger(__name__)
 
 ADJUSTED = {Need.BIAS: BIAS, Need.MIN_TOKENS: STOPS, Need.PENALTIES: PENALTIES}
 
 
+NO_ROW = -1  # that a mask is for
+
+
 class _Kind(NamedTuple):
     rows: int
     dtype: torch.dtype
     adjusted: bool
+    masked: bool
     width: int | None  # of the likeliest tokens wanted; None: no log-probabilities
+
+
+class _Given(NamedTuple):
+    """What one launch samples from."""
+
+    logits: torch.Tensor  # [n, vocab]
+    table: torch.Tensor  # int64 [5, n]: index, slot, position, adjustments; the row that the mask of this place is for
+    masks: torch.Tensor | None  # uint8 [n or fewer, bytes]
+    tokens: torch.Tensor  # of all slots
 
 
 @dataclass
@@ -64,11 +78,12 @@ class KernelSampling:
         self._lists_captured: list[tuple[int, torch.Size]] = []  # where they were then
         self._graphs = graphs
         self._logits: dict[torch.dtype, torch.Tensor] = {}  # [rows, vocab], copied into
-        self._rows = torch.zeros(4 * _power_of_two(most), dtype=torch.int64, device=table.device)
+        self._rows = torch.zeros(5 * _power_of_two(most), dtype=torch.int64, device=table.device)
+        self._masks = torch.empty(0, -(-vocab_size // 8), dtype=torch.uint8, device=table.device)  # copied into
         self._pool: Any = None
 
     def suits(self, needs: int) -> bool:
-        return not needs & ~SAMPLED
+        return not needs & ~(SAMPLED | int(Need.GRAMMAR))
 
     def draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Nothing of which is known to the host. [n, vocab], int64 [n], [n] → int64 [n]"""
@@ -79,60 +94,71 @@ class KernelSampling:
         return self.draw(logits, sent[0], sent[1])
 
     def sample(
-        self, logits: torch.Tensor, needs: Ints, slots: Ints, positions: Ints, tokens: torch.Tensor, *, captured: bool
+        self,
+        logits: torch.Tensor,
+        needs: Ints,
+        slots: Ints,
+        positions: Ints,
+        tokens: torch.Tensor,
+        masks: TokenMasks | None,  # one for each row that needs it, in their order
+        *,
+        captured: bool,
     ) -> tuple[torch.Tensor, LogprobTensors | None]:
         """Rows that this suits. `captured`: what is returned is read before the next call."""
-        what = np.zeros(len(needs), np.int64)
+        rows, device = len(needs), logits.device
+        what = np.zeros(rows, np.int64)
         for need, bit in ADJUSTED.items():
             what += np.where(needs & int(need), bit, 0)
+        masked = np.flatnonzero(needs & int(Need.GRAMMAR))
         scored = (needs & int(Need.LOGPROBS)) != 0
         tops = np.where(scored, self._table.logprobs[slots], -1)
         width = min(_wider(int(tops.max())), self._vocab) if scored.any() else None
-        table = np.stack([np.arange(len(needs)), slots, positions, what])
-        drawn, scores = self._run(logits, table, bool(what.any()), width, tokens, captured)
+        table = np.stack([np.arange(rows), slots, positions, what, np.full(rows, NO_ROW)])
+        table[4, : len(masked)] = masked
+        kind = _Kind(_power_of_two(rows), logits.dtype, bool(what.any()), bool(len(masked)), width)
+        capture = self._capture_of(kind, tokens) if captured and self._graphs else None
+        if capture is not None:
+            drawn, scores = self._replay(capture, kind, logits, table, masks)
+        else:
+            sent = None if masks is None else to_device(masks, device)
+            drawn, scores = self._launch(kind, _Given(logits, to_device(table, device), sent, tokens))
         if scores is None:
             return drawn, None
-        wanted: Any = slice(None) if scored.all() else to_device(np.flatnonzero(scored), logits.device)
+        wanted: Any = slice(None) if scored.all() else to_device(np.flatnonzero(scored), device)
         each = [top if top >= 0 else None for top in tops.tolist()]
         return drawn, LogprobTensors.of(drawn[wanted], scores[wanted], each)
 
-    def _run(
-        self,
-        logits: torch.Tensor,
-        table: Ints,
-        adjusted: bool,
-        width: int | None,
-        tokens: torch.Tensor,
-        captured: bool,
+    def _replay(
+        self, capture: _Capture, kind: _Kind, logits: torch.Tensor, table: Ints, masks: TokenMasks | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """By a captured launch, where there is memory for it."""
-        rows = len(logits)
-        kind = _Kind(_power_of_two(rows), logits.dtype, adjusted, width)
-        capture = self._capture_of(kind, tokens) if captured and self._graphs else None
-        if capture is None:
-            return self._launch(logits, to_device(table, logits.device), adjusted, width, tokens)
-        padded = np.zeros((4, kind.rows), np.int64)
+        rows, device = len(logits), logits.device
+        padded = np.zeros((len(table), kind.rows), np.int64)
         padded[0], padded[1] = np.arange(kind.rows), len(self._table.numbers) - 1  # which is greedy
+        padded[4] = NO_ROW
         padded[:, :rows] = table
         self._logits[kind.dtype][:rows].copy_(logits)
-        self._table_of(kind).copy_(pinned(padded, self._table.device), non_blocking=True)
+        self._table_of(kind).copy_(pinned(padded, device), non_blocking=True)
+        if masks is not None:
+            self._masks[: len(masks)].copy_(pinned(masks, device), non_blocking=True)
         capture.replay()
         scores = capture.scores
         return capture.drawn[:rows], None if scores is None else scores[:rows]
 
     def _table_of(self, kind: _Kind) -> torch.Tensor:
-        return self._rows[: 4 * kind.rows].view(4, kind.rows)
+        return self._rows[: 5 * kind.rows].view(5, kind.rows)
 
-    def _launch(
-        self, logits: torch.Tensor, table: torch.Tensor, adjusted: bool, width: int | None, tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """table int64 [4, n]: index, slot, position, adjustments"""
+    def _launch(self, kind: _Kind, given: _Given) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits, table, masks, tokens = given
         numbers, adjustable = self._table.numbers, logits
-        if adjusted:
+        if kind.adjusted or kind.masked:
             adjustable = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-            adjust(adjustable, table, numbers, *self._lists, tokens, self._counting)
+        if kind.adjusted:
+            adjust(adjustable, table[:4], numbers, *self._lists, tokens, self._counting)
+        if kind.masked:
+            assert masks is not None, "a slot with a grammar needs its mask"
+            mask(adjustable, table[4, : len(masks)], masks)
         drawn = draw(adjustable, numbers, table[1], table[2])
-        return drawn, None if width is None else logprobs(logits, drawn, width)
+        return drawn, None if kind.width is None else logprobs(logits, drawn, kind.width)
 
     @property
     def _lists(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -158,19 +184,27 @@ class KernelSampling:
                 self._graphs = False
                 self._captures.clear()
                 self._logits.clear()
+                self._masks = self._masks[:0].clone()
         return self._captures.get(kind)
 
     def _record(self, kind: _Kind, tokens: torch.Tensor) -> _Capture:
-        if kind.dtype not in self._logits:
-            shape = _power_of_two(self.most), self._vocab
-            self._logits[kind.dtype] = torch.zeros(shape, dtype=kind.dtype, device=self._table.device)
-        given = self._logits[kind.dtype][: kind.rows], self._table_of(kind).zero_(), kind.adjusted, kind.width, tokens
-        self._launch(*given)  # memory that outlasts the launch is there then
+        given = self._memory_of(kind, tokens)
+        self._launch(kind, given)  # memory that outlasts the launch is there then
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            drawn, scores = self._launch(*given)
+            drawn, scores = self._launch(kind, given)
         return _Capture(graph.replay, drawn, scores)
+
+    def _memory_of(self, kind: _Kind, tokens: torch.Tensor) -> _Given:
+        """Where a captured launch of this kind finds what it samples from."""
+        most = _power_of_two(self.most)
+        if kind.dtype not in self._logits:
+            self._logits[kind.dtype] = torch.zeros(most, self._vocab, dtype=kind.dtype, device=self._table.device)
+        if kind.masked and not len(self._masks):
+            self._masks = self._masks.new_zeros(most, self._masks.shape[1])
+        masks = self._masks[: kind.rows] if kind.masked else None
+        return _Given(self._logits[kind.dtype][: kind.rows], self._table_of(kind).zero_(), masks, tokens)
 
     def warm_up(self) -> None:
         """Launch each of the kernels, so that they are compiled before the first request."""
@@ -178,6 +212,6 @@ class KernelSampling:
         for dtype in (torch.float32, torch.bfloat16):
             logits = torch.zeros(1, self._vocab, dtype=dtype, device=slot.device)
             argmax(logits)
-            self._launch(logits, slot.new_zeros(4, 1), False, 1, slot)
+            self._launch(_Kind(1, dtype, False, False, 1), _Given(logits, slot.new_zeros(5, 1), None, slot))
         adjust(logits.float(), slot.new_zeros(4, 1), self._table.numbers, *self._lists, *[slot.int()[None]] * 2)
         mask(logits.float(), slot, slot.new_zeros(1, -(-self._vocab // 8), dtype=torch.uint8))

@@ -131,12 +131,12 @@ class Sampler:
             rows = slice(first, first + SLICE_ROWS)
             before, masked = masked, masked + int(((needs[rows] & int(Need.GRAMMAR)) != 0).sum())
             part_masks = masks[before:masked] if masks is not None else None
-            of_part = logits[rows], needs[rows], host_slots[rows], host_positions[rows], tokens
+            of_part = logits[rows], needs[rows], host_slots[rows], host_positions[rows], tokens, part_masks
             if self._kernels is not None and self._kernels.suits(asked):
                 captured = len(slots) <= self._kernels.most
                 parts.append(Sampled(*self._kernels.sample(*of_part, captured=captured)))
             else:
-                parts.append(self._sample(*of_part, part_masks))
+                parts.append(self._sample(*of_part))
         if len(parts) == 1:
             return parts[0]
         drawn = torch.cat([part.token_ids for part in parts])

@@ -79,8 +79,11 @@ def mask_kernel(logits, index, masks, stride, bytes_, vocab, BLOCK: tl.constexpr
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
+    target = tl.load(index + row)
+    if target < 0:
+        return
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = logits + tl.load(index + row) * stride + ids
+    at = logits + target * stride + ids
     word = tl.load(masks + row * bytes_ + (ids >> 3), mask=ids < vocab, other=0).to(tl.int32)
     x = tl.load(at, mask=ids < vocab, other=0.0)
     tl.store(at, tl.where((word >> (ids & 7)) & 1 != 0, tl.maximum(x, MIN_ALLOWED), float("-inf")), mask=ids < vocab)
@@ -111,7 +114,7 @@ def adjust(
 
 
 def mask(logits: torch.Tensor, index: torch.Tensor, masks: torch.Tensor) -> None:
-    """Forbid in these rows all tokens but those whose bit is set. index int64 [m], masks uint8 [m, bytes]"""
+    """Forbid in rows all tokens but those whose bit is set. index int64 [m], negative: no row; masks uint8 [m, b]"""
     vocab, block = logits.shape[1], 4096
     assert logits.dtype == torch.float32 and logits.stride(1) == 1 and masks.is_contiguous()
     mask_kernel[(len(masks), -(-vocab // block))](
