@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from fuzz_cases import Asked, Case, make_case
 from fuzz_models import FuzzModel, fuzz_models
+from launching_ahead import LaunchingAhead
 from msgspec.structs import replace
 
 from quire.assets import resolve
@@ -72,7 +73,7 @@ class Engine:
         self.options = EngineOptions.of(**options)
         self.text = _text(options["model"])
         self._rng, self._now = random.Random(seed), 0.0
-        executor = LocalExecutor(
+        executor = (LaunchingAhead if seed % 2 else LocalExecutor)(
             self.options,
             resolve(options["model"]).open(),
             vocabulary=lambda size: vocabulary_of(self.text.tokenizer, size),

@@ -8,7 +8,7 @@ import pytest
 
 from quire.generation.grammar.grammar_store import MAX_COMPILED_GRAMMARS, GrammarStore
 from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
-from quire.generation.grammar.slot_grammars import SlotGrammars
+from quire.generation.grammar.slot_grammars import Accepting, SlotGrammars
 from quire.types.errors import InputError
 from quire.types.fakes import FakeGrammars
 from quire.types.grammar import GrammarSpec, Vocabulary
@@ -180,6 +180,12 @@ class Once:
         return self.backend.compile(spec, vocabulary)
 
 
+def accept(slots, slot, position, tokens):
+    one = Accepting(slots.of(slot), position, tokens)
+    slots.accept([one])
+    return one.told()
+
+
 def test_what_was_prepared_is_never_compiled_in_a_step(backend):
     """However many others are asked for before it is admitted, and after it was preempted."""
     store = GrammarStore(Once(backend), lambda: VOCABULARY)
@@ -191,10 +197,10 @@ def test_what_was_prepared_is_never_compiled_in_a_step(backend):
         assert all(ready.result() for ready in held)
         for _ in range(2):
             slots.apply([0, 1], [admit(each(0)), admit(each(0), 1, encode("n"))])
-            assert slots.accept([(0, 1, encode("ye"))])[0].result().tokens == [*encode("ye"), *encode("s0")]
-            assert slots.accept([(1, 2, encode("o"))])[0].result().tokens == [*encode("o"), *encode("0")]
+            assert accept(slots, 0, 1, encode("ye")).tokens == [*encode("ye"), *encode("s0")]
+            assert accept(slots, 1, 2, encode("o")).tokens == [*encode("o"), *encode("0")]
             slots.apply([0], [admit(GrammarSpec("choice", '["yes"]'))])
-            assert slots.accept([(0, 1, encode("yes"))])[0].result().done
+            assert accept(slots, 0, 1, encode("yes")).done
     finally:
         slots.close()
         store.close()
@@ -210,10 +216,10 @@ def test_an_answer_without_a_compiled_grammar_ends_alone(backend):
         for lost, reason in ((each(5), "not prepared"), (wrong, "InputError")):
             slots.apply([0, 1], [admit(lost), admit(each(0), 1)])
             slots.begin_masks([(0, [3, 4]), (1, [])])
-            masks = slots.masks()
+            masks = np.stack(slots.masks())
             assert masks[0].any() and np.unpackbits(masks[3], bitorder="little")[encode("no")[0]]
-            assert reason in slots.accept([(0, 1, [3])])[0].result().error
-            assert not slots.accept([(1, 1, encode("n"))])[0].result().error
+            assert reason in accept(slots, 0, 1, [3]).error
+            assert not accept(slots, 1, 1, encode("n")).error
     finally:
         slots.close()
         store.close()

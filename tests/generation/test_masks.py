@@ -70,7 +70,7 @@ def test_masks_of_captured_launches_are_of_their_own_rows(replays, admit):
     for slots in ([*range(8)], [1, 3, 5], [0, 3, 6], [2], [7, 0, 4, 1, 5]):
         logits = torch.randn(len(slots), VOCAB, generator=generator) * 3
         allowed = [rng.choice(VOCAB, rng.integers(1, 6), replace=False).tolist() for slot in slots if slot % 3]
-        given = logits, slots, [9] * len(slots), tokens, packed(allowed) if allowed else None
+        given = logits, slots, [9] * len(slots), tokens, packed(allowed) if allowed else ()
         drawn = sampler.sample(*given).token_ids.tolist()
         assert drawn == plain.sample(*given).token_ids.tolist()
         masked = [token for slot, token in zip(slots, drawn, strict=True) if slot % 3]

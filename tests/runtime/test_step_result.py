@@ -1,13 +1,15 @@
 """What a step tells of its samples, and when."""
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import torch
 
 from quire.generation.drafting.speculation import ExpandedPlan
-from quire.generation.grammar.slot_grammars import Accepted
+from quire.generation.grammar.slot_grammars import Accepted, Accepting
 from quire.generation.sampling.sampler import Sampled
-from quire.runtime.sampling_head import AcceptedSample, SamplingHead, StepSamples
+from quire.runtime.late_draws import DrawnTokens, LateDraws, StepSamples
+from quire.runtime.sampling_head import AcceptedSample, SamplingHead
 from quire.runtime.step_result import PendingStep
 from quire.runtime.worker import ForwardOutput
 from quire.types.plan import Row, Sample, StepPlan
@@ -24,15 +26,21 @@ class DoneMeanwhile(Future):
 
 
 def test_a_sample_that_becomes_known_meanwhile_is_told_once():
-    accepting = DoneMeanwhile()
-    accepting.set_result(Accepted([7], 1))
+    task = DoneMeanwhile()
+    task.set_result([Accepted([7], 1)])
     sample = Sample(row=0, slot=0, position=1)
     head = SamplingHead.__new__(SamplingHead)
     head.device, head._deferred, head._speculation = torch.device("cpu"), [], None
-    head.accept = lambda *_: [AcceptedSample(0, sample, [7], [0], None, accepting, drafted=False)]
+    head._late, head._grammars = LateDraws(), SimpleNamespace(accept=lambda *_: None, settle=lambda *_: None)
+    accepting = Accepting(SimpleNamespace(position=1), 1, [7], task)
+    head.accept = lambda *_: [AcceptedSample(0, sample, [7], [0], None, drafted=False, accepting=accepting)]
     plan = StepPlan(step=1, rows=[Row(slot=0, start=0, count=1)], samples=[sample])
     step = PendingStep(
-        ExpandedPlan.without_drafts(plan), ForwardOutput(), StepSamples(Sampled(torch.tensor([7]))), head, 0.0
+        ExpandedPlan.without_drafts(plan),
+        ForwardOutput(),
+        StepSamples(DrawnTokens(Sampled(torch.tensor([7])))),
+        head,
+        0.0,
     )
     result = step.result()
     assert (result.tokens, result.deferred) == ([[]], [0])

@@ -49,6 +49,7 @@ class World:
         slots=7,
         prefix_cache=True,
         drafts=0,
+        late_draws=False,
         tiers=None,
         naming=b"",
         **options,
@@ -59,6 +60,7 @@ class World:
         target = 0.11 if seed % 2 else 0.0  # a step takes 0.1
         capacity = msgspec.structs.replace(
             capacity,
+            late_draws=late_draws,
             tiers=tiers.specs if tiers else (),
             rope_shifts=True,
             step_target=target,
@@ -75,6 +77,7 @@ class World:
         self.ended = {}
         self.embeddings = {}
         self.late = []
+        self.overlapped = 0  # samples under a grammar with another in flight before them
         self.beams = policy != "static"  # which cannot fork
         self.now = 0.0
 
@@ -123,6 +126,8 @@ class World:
         plan = self.scheduler.plan(self.now)
         if plan is not None:
             assert sum(r.count for r in plan.rows if r.count > 1) <= 24 and all(r.count > 0 for r in plan.rows)
+            running = self.scheduler.sequences.running
+            self.overlapped += sum(s.pending > 1 and s.request.params.grammar is not None for s in running)
             self.tickets.append((plan, self.executor.submit(plan)))
         if self.tickets and (plan is None or len(self.tickets) >= self.depth):
             plan, ticket = self.tickets.pop(0)
@@ -130,17 +135,20 @@ class World:
 
     def deferring(self, plan, result):
         """Some grammars take longer than the step: what they say comes with a later one."""
-        due = [late for late in self.late if self.rng.random() < 0.4]
-        self.late = [late for late in self.late if late not in due]
+        first = {id(slot): late for slot, late in reversed(self.late)}  # what is behind it is drawn once it is told of
+        due = [late for late in first.values() if self.rng.random() < 0.4]
+        self.late = [(slot, late) for slot, late in self.late if not any(late is one for one in due)]
         slots = {i: self.executor._slots.get(sample.slot) for i, sample in enumerate(plan.samples)}
-        slow = [i for i, slot in slots.items() if slot and slot.admit.params.grammar and self.rng.random() < 0.3]
+        constrained = {i: slot for i, slot in slots.items() if slot and slot.admit.params.grammar}
+        slow = [i for i, slot in constrained.items() if id(slot) in first or self.rng.random() < 0.3]
         for i in slow:
             parts = {
                 name: {i: getattr(result, name).pop(i)} for name in ("drafts", "logprobs") if i in getattr(result, name)
             }
             rest = [j for j in range(len(plan.samples)) if j != i]
             tokens = [own if i == j else [] for j, own in enumerate(result.tokens)]
-            self.late.append(StepResult(step=plan.step, tokens=tokens, deferred=rest, **parts))
+            late = StepResult(step=plan.step, tokens=tokens, deferred=rest, **parts)
+            self.late.append((slots[i], late))
         return msgspec.structs.replace(result, deferred=slow, late=due)
 
     def any_live(self):
@@ -304,3 +312,12 @@ def live(world, policy, cache, operations, drafts=0):
         assert world.scheduler.stats.preemptions > 20
     if cache and policy != "static":
         assert world.scheduler.stats.cached_tokens > (500 if states is None else 300)  # hits need a snapshot too
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE)], ids=["two-groups", "hybrid"])
+def test_random_life_with_late_draws(groups, drafts):
+    """Under a grammar too the next step is planned before the last one is read."""
+    world = World(groups, policy="priority", depth=2, seed=8, drafts=drafts, late_draws=True)
+    live(world, "priority", True, 4_000, drafts)
+    assert world.overlapped > 50

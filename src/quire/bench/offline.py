@@ -62,16 +62,16 @@ def run_workload(
     concurrency: int = 0,
 ) -> Run:
     """Submit all requests, in the order in which `LLM.generate` does, and wait for all; output lengths are as the
-    workload says (EOS ignored). `sampling`: parameters of all; without any, greedy. `lora`: the adapter of each.
-    `last_after`: the last one arrives when the others have so many tokens each. `concurrency`: so many at a time, in
-    the order of the workload, the next when one ends."""
+    workload says (EOS ignored). `sampling`: parameters of all; without any, greedy; a grammar has to allow such
+    lengths. `lora`: the adapter of each. `last_after`: the last one arrives when the others have so many tokens each.
+    `concurrency`: so many at a time, in the order of the workload, the next when one ends."""
     link.send(Reset())
     traces = [Trace(prompt=len(prompt), tokens=[], times=[]) for prompt, _ in work]
     drawn = sampling or {"temperature": 0.0}
     began = time.perf_counter()
     requests = []
     for i, (prompt, length) in enumerate(work):
-        params = SamplingParams(**drawn, seed=i, max_tokens=length, ignore_eos=True)
+        params = SamplingParams(**drawn, seed=i, max_tokens=length, ignore_eos="grammar" not in drawn)
         adapter = lora[i] if lora else ""
         requests.append(Request(id=str(i), prompt=list(prompt), params=params, arrival=time.time(), lora=adapter))
     late = requests.pop() if last_after else None

@@ -5,6 +5,7 @@ Outputs end by length, so every form delivers as many tokens. Refuses to know: h
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +14,22 @@ from typing import Any
 from quire.bench.offline import run_workload
 from quire.bench.workloads import Workload
 from quire.engine.link import Link
+from quire.types.grammar import GrammarSpec
 
 GREEDY = "greedy"
 _CHAT: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9}
+_RECORD = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}, "town": {"enum": ["Oslo"]}},
+    "required": ["name", "age", "town"],
+}
+
+
+def _endless(item: dict[str, Any]) -> GrammarSpec:
+    """JSON that goes on for longer than anybody asks for."""
+    return GrammarSpec("json_schema", json.dumps({"type": "array", "items": item, "minItems": 100_000}))
+
+
 FORMS: dict[str, dict[str, Any]] = {
     GREEDY: {"temperature": 0.0},
     "temperature": {"temperature": 0.7},
@@ -26,6 +40,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "penalties": {**_CHAT, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
     "logprobs": {**_CHAT, "logprobs": 5},
     "bias": {**_CHAT, "logit_bias": {17: 2.0, 100: -3.0}},
+    "schema": {**_CHAT, "grammar": _endless({"type": "string", "minLength": 60})},
+    "records": {**_CHAT, "grammar": _endless(_RECORD)},
 }
 
 

@@ -44,7 +44,7 @@ def sampling(
         device = link.info.device
     for cost in found:
         middle = sorted(cost.seconds)[len(cost.seconds) // 2]
-        asked = " ".join(f"{name}={value}" for name, value in FORMS[cost.form].items())
+        asked = " ".join(f"{name}={getattr(value, 'source', value)}" for name, value in FORMS[cost.form].items())
         typer.echo(f"{cost.form:12} {middle:8.3f} s  {cost.tokens / middle:9.1f} tok/s  {cost.over:+7.1%}   {asked}")
     if json_:
         settings = {"num": num, "in": in_, "out": out, "seed": seed, "device": device, "engine": engine.flat()}

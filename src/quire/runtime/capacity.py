@@ -177,6 +177,7 @@ def capacity_for(
         whole=model.spec.encoder,
         step_target=resolved.step_target,
         depth=resolved.depth,
+        late_draws=resolved.device != "cpu" and options.device.ranks == 1,
         drafts=PREDICTED_DRAFT_TOKENS if predicted_only else drafts,
         predicted_only=predicted_only,
         adapts=options.speculation.draft_adapt,

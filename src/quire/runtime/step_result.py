@@ -12,7 +12,8 @@ import torch
 
 from quire.generation.drafting.speculation import ExpandedPlan
 from quire.generation.sampling.logprobs import begin_copy
-from quire.runtime.sampling_head import AcceptedSample, SamplingHead, StepSamples
+from quire.runtime.late_draws import StepSamples
+from quire.runtime.sampling_head import AcceptedSample, SamplingHead, by_known
 from quire.runtime.worker import ForwardOutput, ForwardWorker
 from quire.types.plan import StepPlan, StepResult
 
@@ -24,7 +25,7 @@ def run_step(plan: StepPlan, worker: ForwardWorker, head: SamplingHead) -> Pendi
     """Launch a step; nothing waits for the device."""
     began = time.perf_counter()
     expanded = head.expand(plan)
-    output = worker.forward(expanded, draws=worker.captures_ready and head.captured(expanded.plan))
+    output = worker.forward(expanded, draws=worker.captures_ready and head.captured(expanded))
     return PendingStep(expanded, output, head.sample(expanded, output), head, began)
 
 
@@ -41,10 +42,7 @@ class PendingStep:
         self._padding = output.padding
         self._attention_bytes = output.attention_bytes
         self._hidden = output.hidden
-        sampled = samples.sampled
-        self._tokens = begin_copy(sampled.token_ids) if sampled is not None else None
-        logprobs = sampled.logprobs if sampled is not None else None
-        self._logprobs = logprobs.start_copy() if logprobs is not None else None
+        self._samples = samples
         by_row = expanded.by_original_row
         self._scores = {row: [part.start_copy() for part in parts] for row, parts in by_row(samples.scores).items()}
         self._pooled = {row: begin_copy(vector) for row, vector in by_row(output.pooled).items()}
@@ -59,16 +57,13 @@ class PendingStep:
     def result(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
-        found = []
-        if self._tokens is not None:
-            found = self._head.accept(self._expanded, self._tokens.tolist(), self._hidden)
+        found = self._head.accept(self._expanded, self._samples, self._hidden)
         late = self._head.late(0.0 if self._expanded.plan.computes else LATE_WAIT_S)
-        by_known: dict[bool, list[AcceptedSample]] = {True: [], False: []}
-        for one in found:
-            by_known[one.known].append(one)  # asked once: threads are at it
-        if waiting := by_known[False]:
-            self._head.defer(waiting, self._tell)
-        result = self._tell(by_known[True])
+        known, rest = by_known(found)
+        if rest:
+            self._head.defer(rest, self._tell)
+        result = self._tell(known)
+        self._head.draw_late()
         result.late = late
         result.scores = {
             row: [entry for part in parts for entry in part.to_host() if entry is not None]
@@ -88,7 +83,6 @@ class PendingStep:
         """What became of some of the samples; the others are deferred."""
         counts = [count for _, _, count in self._expanded.samples()]
         result = StepResult(step=self._expanded.plan.step, tokens=[[] for _ in counts])
-        entries = self._logprobs.to_host() if self._logprobs is not None else None
         for one in known:
             i, accepted = one.index, self._head.observe(one)
             result.tokens[i] = accepted.tokens
@@ -100,8 +94,7 @@ class PendingStep:
                 result.ended.append(i)
             if accepted.error:
                 result.errors[i] = accepted.error
-            drawn = one.indices[: accepted.sampled] if entries is not None else []
-            if entries is not None and (some := [entry for j in drawn if (entry := entries[j]) is not None]):
+            if some := self._samples.logprobs(one.indices[: accepted.sampled]):
                 result.logprobs[i] = some
         told = {one.index for one in known}
         result.deferred = [i for i in range(len(counts)) if i not in told]

@@ -45,6 +45,7 @@ PROMPT_LOGITS_ROWS = 64  # logits held at once for prompt log-probabilities
 
 
 Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class PromptLogits:
 class ForwardOutput:
     """What a forward pass left on the device."""
 
-    logits: torch.Tensor | None = None  # [samples, vocab]; None: nothing to sample, or sampled already
-    drawn: torch.Tensor | None = None  # int64 [samples]: sampled by the captured step and stored in their slots
+    logits: torch.Tensor | None = None  # [samples that were not drawn, vocab]; None: there are none
+    drawn: torch.Tensor | None = None  # int64 [others]: sampled by the captured step and stored in their slots
     hidden: torch.Tensor | None = None  # [samples, hidden or more], for a proposer that reads hidden states
     prompt_logits: Iterable[PromptLogits] = ()  # computed as they are read
     pooled: dict[int, torch.Tensor] = field(default_factory=dict)  # by row: float32 [hidden]
@@ -266,7 +267,7 @@ class ForwardWorker:
     # ---- a step ----------------------------------------------------------------------------------------------
 
     def forward(self, expanded: ExpandedPlan, *, draws: bool) -> ForwardOutput:
-        """`draws`: a captured step may take all samples."""
+        """`draws`: a captured step may take all samples but late ones."""
         self.staging.rotate()
         plan = expanded.plan
         self._apply(plan)
@@ -307,7 +308,7 @@ class ForwardWorker:
         cells = None if self._states is None or size is None else self._states.single(plan.rows)
         adapted = self.model.adapter_slots > 0 and self.slots.adapted(row.slot for row in plan.rows)
         if size is not None and (self._states is None or cells is not None):
-            return self._replay(plan, size, draws, adapted, cells)
+            return self._replay(expanded, size, draws, adapted, cells)
         return self._eager(expanded, counts, inspected, adapted)
 
     def _eager(self, expanded: ExpandedPlan, counts: list[int], inspected: bool, adapted: bool) -> ForwardOutput:
@@ -336,9 +337,7 @@ class ForwardWorker:
         tapped = tap.beside(hidden) if tap is not None else None
         if plan.samples:
             rows = [s.row for s in plan.samples]
-            if rows != list(range(len(hidden))):
-                index = self.staging.upload(np.array(rows, dtype=np.int64))
-                hidden, tapped = hidden[index], tapped[index] if tapped is not None else None
+            hidden, tapped = self.pick(hidden, rows), self.pick(tapped, rows) if tapped is not None else None
             output.logits = self.model.logits(hidden)
         output.hidden = tapped
         output.mass = measured_attention(batch, plan.rows)
@@ -382,13 +381,13 @@ class ForwardWorker:
             self._states.keep(slot, accepted)
 
     def _replay(
-        self, plan: StepPlan, size: tuple[int, int], draws: bool, adapted: bool, cells: list[tuple[int, int]] | None
+        self, expanded: ExpandedPlan, size: Pair, draws: bool, adapted: bool, cells: list[Pair] | None
     ) -> ForwardOutput:
         """The step as one launch of a captured one. `cells` that rows read and write."""
-        receivers = [self.slots.null_slot] * len(plan.rows)
-        if draws:
-            for sample in plan.samples:
-                receivers[sample.row] = sample.slot
+        plan, receivers = expanded.plan, [self.slots.null_slot] * len(expanded.plan.rows)
+        drawn, late = expanded.split() if draws else ([], expanded.plan.samples)
+        for sample in drawn:
+            receivers[sample.row] = sample.slot
         table = np.array(
             [
                 [r.slot, r.start, r.count, r.shift, to, *states]
@@ -402,18 +401,19 @@ class ForwardWorker:
             step = self._shared_step(plan, size, table) or self._captured.replay(size, table, self.staging)
         computed = step.logits.shape[0] if size[0] == size[1] else size[0]
         output = ForwardOutput(padding=computed - plan.tokens)
-        if plan.samples:
-            rows = [s.row for s in plan.samples]
-            picked: Any = slice(len(rows))
-            if rows != list(range(len(rows))):
-                picked = self.staging.upload(np.array(rows, dtype=np.int64))
-            if draws:
-                output.drawn = step.drawn[picked]
-            else:
-                output.logits = step.logits[picked]
-            if self._tap is not None and not plan.rests:  # the next replay writes over it: indexing copies
-                output.hidden = step.hidden[self.staging.upload(np.array(rows, dtype=np.int64))]
+        if drawn:
+            output.drawn = self.pick(step.drawn, [s.row for s in drawn])
+        if late:
+            output.logits = self.pick(step.logits, [s.row for s in late])
+        if plan.samples and self._tap is not None and not plan.rests:  # the next replay writes over it: indexing copies
+            output.hidden = step.hidden[self.staging.upload(np.array([s.row for s in plan.samples], dtype=np.int64))]
         return output
+
+    def pick(self, batch: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """These rows of a batch; a copy, unless they are its first."""
+        if rows == list(range(len(rows))):
+            return batch[: len(rows)]
+        return batch[self.staging.upload(np.array(rows, dtype=np.int64))]
 
     def _shared_step(self, plan: StepPlan, size: tuple[int, int], table: Ints) -> StepOutput | None:
         """The step by a captured one that reads shared prefixes once, if its rows share any."""

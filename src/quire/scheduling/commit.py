@@ -77,8 +77,8 @@ class Commit(SchedulingFeature):
                 tokens += drawn
                 seq.pending -= 1
                 plain.append(seq)
-            elif i in result.deferred:
-                continue
+            elif i in result.deferred or not (drawn or i in special):
+                continue  # the latter: planned behind a draw that was followed by forced tokens
             else:
                 row = step.plan.rows[step.plan.samples[i].row]
                 beam = seq.request.beam is not None
@@ -128,6 +128,8 @@ class Commit(SchedulingFeature):
         seq.tokens += drawn
         seq.pending -= 1
         seq.unsent = max(0, len(drawn) - 1 - accepted)
+        if seq.unsent:
+            seq.pending = 0  # what is in flight behind it draws nothing: another token is there
         forced = [index for index in result.forced.get(sample, ()) if index < len(drawn)]
         first = index == len(seq.request.outputs)
         if first or drafted or forced:
@@ -144,7 +146,7 @@ class Commit(SchedulingFeature):
             event = self._table.finish(seq, finish or FinishReason.STOP)
         else:
             event = TokenEvent(seq.request.id, seq.branch, index, drawn)
-            seq.steady_until = seq.limit - 1 if seq.hook is None else 0
+            seq.steady_until = 0 if seq.hook is not None or seq.unsent else seq.limit - 1
         event.index, event.tokens = index, drawn
         if first or event.finish or drafted or forced or seq.log.evicted:
             log = seq.log

@@ -118,17 +118,20 @@ class Continuation:
         steady = self._features.drafting is None
         for seq in self._table.running:
             computed = seq.computed
-            if steady and computed < seq.steady_until and computed < seq.table.writable_until and not seq.stepwise:
+            pending = seq.pending
+            if pending > seq.ahead:
+                decoding = True
+                continue
+            if steady and computed < seq.steady_until and computed < seq.table.writable_until:
                 decode.append(seq)
                 continue
-            pending = seq.pending
             known = len(seq.tokens) + pending
             missing = known - computed
             if missing == 1 or pending:
                 decoding = True
             if missing <= 0 or known >= seq.limit:
                 continue
-            if pending and (drafts or seq.stepwise or seq in unverified):
+            if pending and (drafts or seq in unverified):
                 continue
             if (hook := seq.hook) is not None and seq.inflight and hook.sequential:
                 continue

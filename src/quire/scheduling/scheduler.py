@@ -77,7 +77,13 @@ class Scheduler:
             naming=capacity.naming,
             clock=self.clock,
         )
-        self.sequences = SequenceTable(capacity.slots, memory=self.memory, policy=self.policy, clock=self.clock)
+        self.sequences = SequenceTable(
+            capacity.slots,
+            memory=self.memory,
+            policy=self.policy,
+            clock=self.clock,
+            late_draws=capacity.late_draws,
+        )
         self._prefill_limiter = PrefillLimiter(capacity.step_target, capacity.max_batch_tokens, capacity.captured)
         self._in_flight: deque[PlanBuilder] = deque()
         self.features = FeatureSet(

@@ -13,6 +13,8 @@ from quire.types.policy import Expected, SequenceView
 from quire.types.request import TRANSITIONS, Request, Status
 from quire.types.timeline import Timeline
 
+ANY = 1 << 30
+
 
 class Sequence:
     """Tokens it knows, tokens it will know once steps in flight end, and KV it has.
@@ -22,12 +24,15 @@ class Sequence:
     """
 
     __slots__ = (
-        "attained", "branch", "cached", "computed", "draws", "epoch", "expected", "hook", "id", "inflight", "limit",
-        "log", "overdue", "pending", "prompt_len", "rank", "request", "slot", "status", "steady_until", "stepwise",
+        "ahead", "attained", "branch", "cached", "computed", "draws", "epoch", "expected", "hook", "id", "inflight",
+        "limit", "log", "overdue", "pending", "prompt_len", "rank", "request", "slot", "status", "steady_until",
         "stops", "table", "tokens", "unsent",
     )  # fmt: skip
 
-    def __init__(self, request: Request, branch: int, *, id: int, limit: int, table: PageTable):
+    def __init__(
+        self, request: Request, branch: int, *, id: int, limit: int, table: PageTable, late_draws: bool = False
+    ):
+        """`late_draws`: as of the executor's capacity."""
         self.request = request
         self.branch = branch
         self.id = id
@@ -41,7 +46,11 @@ class Sequence:
         self.steady_until = 0  # with fewer tokens it decodes: of its next draw there is nothing to say but the token
         self.unsent = 0  # tokens at the end that its slot does not have: they were not drawn there
         self.draws = not request.pooling  # whether tokens are drawn once all it knows is computed
-        self.stepwise = request.params.grammar is not None or request.beam is not None  # a row needs the token before
+        self.ahead = ANY  # most draws that may be pending when its next row is planned
+        if request.beam is not None:
+            self.ahead = 0  # which of them go on depends on what they draw
+        elif request.params.grammar is not None:
+            self.ahead = int(late_draws)  # what its row may draw depends on the token before
         eos = [] if request.params.ignore_eos else request.eos_token_ids
         self.stops = [*eos, *request.params.stop_token_ids]  # tokens that end it
         self.computed = 0  # as of the last plan, drafts left out

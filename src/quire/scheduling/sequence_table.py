@@ -53,7 +53,7 @@ class RowViews(SequenceOf[tuple[SequenceView, int]]):
 
 
 class SequenceTable:
-    def __init__(self, slots: int, *, memory: KVManager, policy: Policy, clock: Clock):
+    def __init__(self, slots: int, *, memory: KVManager, policy: Policy, clock: Clock, late_draws: bool = False):
         self.requests: dict[str, SequenceGroup] = {}
         self.waiting = WaitingQueue()
         self.running: dict[Sequence, None] = {}  # insertion-ordered set
@@ -62,6 +62,7 @@ class SequenceTable:
         self.slots = list(range(slots - 1, -1, -1))  # free ones
         self.freed: list[int] = []  # slots to be named in the next plan
         self._count = slots
+        self._late_draws = late_draws
         self._memory = memory
         self._policy = policy
         self.observed = frozenset(policy.observes)
@@ -155,7 +156,8 @@ class SequenceTable:
 
     def _sequence(self, request: Request, branch: int, limit: int, id: int = 0) -> Sequence:
         table = PageTable(len(self._memory.layout.groups), request.id)
-        seq = Sequence(request, branch, id=id or next(self._ids), limit=limit, table=table)
+        late = self._late_draws
+        seq = Sequence(request, branch, id=id or next(self._ids), limit=limit, table=table, late_draws=late)
         self._by_id[seq.id] = seq
         for told in self._arrived:
             told(seq)

@@ -65,6 +65,7 @@ class _Slot:
         self.tokens = list(admit.tokens)
         self.digests: list[int] = []
         self.tables: list[dict[int, int]] = [{} for _ in range(groups)]
+        self.forced_at = -1  # where tokens that a grammar forced will be written
         self.shifted: int | None = None  # from this position on, KV is not quite what its history makes it
 
     def holds(self, position: int) -> int:
@@ -155,6 +156,7 @@ class FakeExecutor:
             assert admit.slot not in self._slots, f"slot {admit.slot} is taken"
             self._slots[admit.slot] = _Slot(admit, len(self.layout.groups))
         for write in plan.writes:
+            self._slots[write.slot].forced_at = -1
             for position, token in enumerate(write.tokens, write.start):
                 self._slots[write.slot].store(position, token)
         written = [(d.slot, d.group, at) for d in plan.deltas for at in range(d.index, d.index + len(d.pages))]
@@ -313,12 +315,16 @@ class FakeExecutor:
             self._store_state(row.states[-1][1], self._slots[row.slot].digest(row.start + row.count + accepted - 1))
 
     def _draw(self, plan: StepPlan, drafts: list[list[int]]) -> StepResult:
-        drawn, logprobs, draft_counts = [], {}, {}
+        drawn: list[tuple[_Slot, int, list[int], int]] = []
+        logprobs, draft_counts = {}, {}
         ends = [row.start + row.count for row in plan.rows]
         for i, sample in enumerate(plan.samples):
             slot = self._slots[sample.slot]
             assert ends[sample.row] == sample.position == len(slot.tokens), "sample is not at the end of its row"
             admit = slot.admit
+            if slot.forced_at == sample.position:
+                drawn.append((slot, sample.position, [], 0))
+                continue
             accepted: list[int] = []
             for token in drafts[sample.row]:
                 if token != fake_token([*slot.tokens, *accepted], admit.seed, admit.branch, self.vocab):
@@ -334,6 +340,8 @@ class FakeExecutor:
         for slot, position, tokens, known in drawn:
             for at, token in enumerate(tokens[:known], position):
                 slot.store(at, token)
+            if known < len(tokens):
+                slot.forced_at = position + known
         scores = {
             i: [TokenLogprobs(0, -1.0, 1, [], []) for _ in range(row.count)]
             for i, row in enumerate(plan.rows)

@@ -13,8 +13,9 @@ at each of their positions. The samples up to the first that differs from its dr
 steps without drafts would have sampled; the rest is discarded. Drafts never leave the worker.
 
 Order inside a step: device pages that transfers read, frees, admits, writes, page deltas, page copies, rope shifts,
-probes, forward over rows, samples (sampled tokens are stored into their slots). A plan with nothing to compute waits
-for a transfer, but not for long.
+probes, forward over rows, samples (sampled tokens are stored into their slots). Samples under a grammar may come later,
+when the tokens before them were read, but before any step that is submitted after that (`Capacity.late_draws`). A plan
+with nothing to compute waits for a transfer, but not for long.
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 class StepResult(msgspec.Struct):
     """`tokens[i]` belongs to `plan.samples[i]`: the accepted draft tokens, the token sampled after them, and those that
-    a grammar forces after it. Those forced are not in the slot, unless a draft had them; a later plan writes them."""
+    a grammar forces after it. Those forced are not in the slot, unless a draft had them; a later plan writes them.
+    Nothing is there if nothing was drawn: forced tokens turned out to come after the sample before."""
 
     step: int
     tokens: list[list[int]]
@@ -183,6 +185,7 @@ class Capacity(msgspec.Struct, frozen=True):
     max_model_len: int  # tokens one sequence may have
     max_batch_tokens: int
     depth: int  # steps in flight
+    late_draws: bool = False  # whether a step may be launched before what it may draw is known (under a grammar)
     drafts: int = 0  # longest draft for a row, in tokens
     predicted_only: bool = False  # ... and only for sequences whose answer their caller has predicted
     adapts: bool = True  # whether drafts are shorter, or none, where that pays better

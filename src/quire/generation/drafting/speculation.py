@@ -82,6 +82,7 @@ class ExpandedPlan:
     drafts: list[Draft]  # one per sample of the original plan: empty where there is none
     tree_rows: dict[int, TreeRow] = field(default_factory=dict)  # by row
     row_index: list[int] | None = None  # of each original row among this plan's; None: these are the original rows
+    late: frozenset[int] = frozenset()  # samples of this plan that are drawn when the step is on its way
 
     @classmethod
     def without_drafts(cls, plan: StepPlan) -> ExpandedPlan:
@@ -92,6 +93,13 @@ class ExpandedPlan:
         if self.row_index is None:
             return found
         return {row: found[index] for row, index in enumerate(self.row_index) if index in found}
+
+    def split(self) -> tuple[list[Sample], list[Sample]]:
+        """Samples that are drawn with the step, and late ones."""
+        samples, late = self.plan.samples, self.late
+        if not late:
+            return samples, []
+        return [s for i, s in enumerate(samples) if i not in late], [samples[i] for i in sorted(late)]
 
     def samples(self) -> Iterator[tuple[Sample, Draft, int]]:
         """The original samples, as they are in this plan, with their drafts and how many samples those come to."""

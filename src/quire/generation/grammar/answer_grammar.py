@@ -118,17 +118,18 @@ def advance_each(
     backend: GrammarBackend, answers: Sequence[AnswerGrammar], tokens: Sequence[int], most: Sequence[int]
 ) -> list[tuple[list[int], list[int]]]:
     """Each answer's `advance` by one token. Their time is not taken: they are moved at once."""
-    for answer, token in zip(answers, tokens, strict=True):
-        answer._tokens.append(token)
     backend.accept_each([answer._grammar for answer in answers], tokens)
-    found = []
+    found: list[tuple[list[int], list[int]]] = []
+    going_on = []
     for answer, token, limit in zip(answers, tokens, most, strict=True):
+        answer._tokens.append(token)
         answer._renew()
-        more = answer._grammar.forced()[: max(0, limit - 1)] if limit and not answer.done else []
+        more = answer._grammar.forced()[: limit - 1] if limit > 1 and not answer.done else []
         if more:
             answer._accept(more)
         found.append(([token, *more], list(range(1, 1 + len(more)))))
-    going_on = [answer for answer in answers if not answer.done]
+        if not answer.done:
+            going_on.append(answer)
     masks = backend.fill_each([answer._grammar for answer in going_on], len(answers[0].mask))
     for answer, answer.mask in zip(going_on, masks, strict=True):
         if answer._renew():

@@ -36,6 +36,7 @@ class GrammarCopy:
     """One of several that were compiled from the same."""
 
     grammar: Grammar
+    number: int = 0
     answers: int = 0  # that go on with forks of it
 
 
@@ -112,7 +113,7 @@ class GrammarStore:
         """One at a time: other grammars wait for the thread too."""
         began = time.perf_counter()
         with suppress(InputError, OverloadedError):  # it goes without
-            copies.append(GrammarCopy(self.fresh(spec, branch)))
+            copies.append(GrammarCopy(self.fresh(spec, branch), len(copies)))
             if time.perf_counter() - began > QUICK_COMPILE_S:
                 return
             compiled.copying = self._crowded(copies)

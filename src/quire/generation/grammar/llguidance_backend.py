@@ -81,8 +81,10 @@ class LLGuidanceBackend:
                 together.append((grammar.matcher, token))
             else:
                 grammar.accept([token])
+        if len(together) == 1:
+            together.append((_no_matcher(), 0))
         if together:
-            self._executor.consume_token_par([*together, (_no_matcher(), 0)])
+            self._executor.consume_token_par(together)
 
     def fill_each(self, grammars: Sequence[Grammar], size: int) -> TokenMasks:
         matched = [(at, grammar) for at, grammar in enumerate(grammars) if isinstance(grammar, LLGuidanceGrammar)]

@@ -21,13 +21,10 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
-
-import numpy as np
 
 from quire.generation.grammar.answer_grammar import USUAL_S, AnswerGrammar, FailedGrammar, advance_each
 from quire.generation.grammar.grammar_store import GrammarCopy, GrammarStore
@@ -36,13 +33,14 @@ from quire.types.memory_use import usable_cores
 from quire.types.plan import Admit
 from quire.types.seams import Grammar, GrammarBackend
 
-ALONE_TOKENS = 16  # by the clock, of an answer that was moved together with a slow one
+ALONE_TOKENS = 16  # that an answer takes by itself, by the clock, after it was slow
+SUSPECT_TOKENS = 4  # ... after it was moved together with others and one of them was
 PATIENCE_S = 0.01  # a step waits so long for its grammars to say what follows
 REPLAY_S = 1.0  # and so long for that of a preempted answer to be where it was
 SLOW_NICENESS = 10
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Accepted:
     tokens: list[int]  # those sampled, up to where the grammar ends, and those forced after them
     sampled: int = 1  # how many were sampled
@@ -51,25 +49,11 @@ class Accepted:
     error: str = ""
 
 
-@dataclass(frozen=True, eq=False)
-class Accepting:
-    """What a thread makes of the tokens sampled for one of some answers."""
-
-    task: Future[list[Accepted]]
-    index: int
-
-    @property
-    def known(self) -> bool:
-        return self.task.done()
-
-    def result(self) -> Accepted:
-        return self.task.result()[self.index]
-
-
 @dataclass(eq=False)
 class SlotGrammar:
     grammar: AnswerGrammar | FailedGrammar
     copy: GrammarCopy | None  # that it is a fork of
+    position: int | None  # of the token that its mask is for, as far as is told; None: none follows
     end: int  # position beyond which no token is wanted
     jump_ahead: bool  # whether forced tokens are accepted without a step
     lock: threading.Lock = field(default_factory=threading.Lock)  # one thread at a time
@@ -84,6 +68,30 @@ class SlotGrammar:
     def most(self, position: int) -> int:
         """Tokens that may be accepted from there on with those forced; 0: none are to be forced."""
         return self.end - position if self.jump_ahead else 0
+
+
+@dataclass(eq=False)
+class Accepting:
+    """Tokens sampled from `position` on, which a grammar takes."""
+
+    live: SlotGrammar
+    position: int
+    tokens: list[int]
+    task: Future[list[Accepted]] | None = None  # which has it among others, in this place
+    index: int = 0
+
+    @property
+    def known(self) -> bool:
+        return self.task is not None and self.task.done()
+
+    def told(self) -> Accepted:
+        """What the grammar made of them; what comes next may be drawn from now on."""
+        assert self.task is not None
+        accepted = self.task.result()[self.index]
+        if self.live.position is not None:
+            ended = accepted.done or accepted.error
+            self.live.position = None if ended else self.position + len(accepted.tokens)
+        return accepted
 
 
 class SlotGrammars:
@@ -101,7 +109,7 @@ class SlotGrammars:
         """Follow a plan's changes of slots."""
         for slot in frees:
             if freed := self._by_slot.pop(slot, None):
-                freed.stopped = True
+                freed.stopped, freed.position = True, None
                 if freed.copy is not None:
                     freed.copy.answers -= 1
         for admit in admits:
@@ -109,7 +117,9 @@ class SlotGrammars:
             if spec is not None:
                 end = min(self._max_len, admit.prompt_len + (admit.params.max_tokens or self._max_len))
                 # Where log-probabilities are wanted, every token has to come from the model.
-                live = SlotGrammar(*self._begin(spec, admit.branch), end, admit.params.logprobs is None)
+                live = SlotGrammar(
+                    *self._begin(spec, admit.branch), len(admit.tokens), end, jump_ahead=admit.params.logprobs is None
+                )
                 if tokens := admit.tokens[admit.prompt_len :]:
                     live.replay = self._lane(live).submit(_replay, live, tokens)
                 self._by_slot[admit.slot] = live
@@ -133,6 +143,9 @@ class SlotGrammars:
         except Exception as error:  # one answer's, not the step's
             return FailedGrammar(f"{type(error).__name__}: {error}", self._bytes), None
 
+    def of(self, slot: int) -> SlotGrammar | None:
+        return self._by_slot.get(slot)
+
     def begin_masks(self, drafts: Sequence[tuple[int, list[int]]]) -> None:
         """Start to look ahead along drafts; of the samples in slots, those that have a grammar need masks."""
         self._step = []
@@ -142,45 +155,46 @@ class SlotGrammars:
                 live.looking = self._lane(live).submit(_look_ahead, live) if draft else None
                 self._step.append(live)
 
-    def masks(self) -> TokenMasks | None:
+    def masks(self) -> list[TokenMasks]:
         """One for each sample with a grammar after its known tokens, and one after each token of its draft."""
         if not self._step:
-            return None
+            return []
         wait([live.replay for live in self._step if live.replay], REPLAY_S)
         wait([live.looking for live in self._step if live.looking], PATIENCE_S)
-        masks = np.empty((sum(len(live.draft) + 1 for live in self._step), self._bytes), np.uint8)
-        row = 0
+        masks: list[TokenMasks] = []
         for live in self._step:
             if live.replay is not None and not live.replay.done():
                 live.grammar = FailedGrammar("its answer was preempted, and takes too long to go on", self._bytes)
             live.replay, live.stopped = None, True
-            end = row + len(live.draft) + 1
-            masks[row:end] = live.grammar.mask  # after a token that is not allowed: never looked at
             complete = live.looking is None or live.looking.done()
-            for at, mask in enumerate(ahead := list(live.ahead)):
-                masks[row + 1 + at] = mask
-            live.sure = len(live.draft) + 1 if complete else len(ahead) + 1
-            row = end
+            found = [live.grammar.mask, *live.ahead]
+            live.sure = len(live.draft) + 1 if complete else len(found)
+            masks += found
+            masks += [live.grammar.mask] * (len(live.draft) + 1 - len(found))  # after a token that is not allowed
         return masks
 
-    def accept(self, sampled: Sequence[tuple[int, int, list[int]]]) -> list[Accepting | None]:
-        """Of (slot, position, tokens sampled from there on); None: for a slot without a grammar. Waits a little."""
-        found: list[Accepting | None] = [None] * len(sampled)
-        places: list[int] = []
-        moves: list[_Move] = []
-        for at, (slot, position, tokens) in enumerate(sampled if self._by_slot else ()):
-            if live := self._by_slot.get(slot):
-                if len(tokens) == 1 and not live.alone and isinstance(live.grammar, AnswerGrammar):
-                    places.append(at)
-                    moves.append(_Move(live, live.grammar, position, tokens[0]))
-                else:
-                    found[at] = Accepting(self._lane(live).submit(_accept, live, position, tokens), 0)
-        if moves:
-            task = self._pool.submit(_accept_each, self._store.backend, moves)
-            for index, at in enumerate(places):
-                found[at] = Accepting(task, index)
-        wait({one.task for one in found if one is not None}, PATIENCE_S)
-        return found
+    def accept(self, sampled: Sequence[Accepting]) -> None:
+        """Have their grammars take these."""
+        together: list[Accepting] = []
+        for one in sampled:
+            live = one.live
+            if len(one.tokens) == 1 and not live.alone and isinstance(live.grammar, AnswerGrammar):
+                together.append(one)
+            else:
+                one.task = self._lane(live).submit(_accept, live, one.position, one.tokens)
+        if together:
+            together.sort(key=lambda one: one.live.copy.number if one.live.copy is not None else 0)
+            task = self._pool.submit(_accept_each, self._store.backend, together)
+            for index, one in enumerate(together):
+                one.task, one.index = task, index
+
+    def settle(self, accepting: Sequence[Accepting], patience: float | None = None) -> None:
+        """Wait a little for these; with `patience`, so long for the first that is known."""
+        tasks = {one.task for one in accepting if one.task is not None}
+        if patience is None:
+            wait(tasks, PATIENCE_S)
+        else:
+            wait(tasks, patience, FIRST_COMPLETED)
 
     def _lane(self, live: SlotGrammar) -> ThreadPoolExecutor:
         return self._slow if live.grammar.slow else self._pool
@@ -213,30 +227,26 @@ def _accept(live: SlotGrammar, position: int, tokens: list[int]) -> list[Accepte
             return [_failed(tokens, error)]
 
 
-class _Move(NamedTuple):
-    live: SlotGrammar
-    answer: AnswerGrammar
-    position: int
-    token: int
-
-
-def _accept_each(backend: GrammarBackend, moves: Sequence[_Move]) -> list[Accepted]:
-    with ExitStack() as stack:
-        for move in moves:
-            stack.enter_context(move.live.lock)
-        answers, tokens = [move.answer for move in moves], [move.token for move in moves]
-        began = time.perf_counter()
-        try:
-            found = advance_each(backend, answers, tokens, [move.live.most(move.position) for move in moves])
-        except Exception as error:
-            return [_failed([token], error) for token in tokens]
-        if time.perf_counter() - began > USUAL_S * (1 + len(moves) / backend.threads):
-            for move in moves:
-                move.live.alone = ALONE_TOKENS
+def _accept_each(backend: GrammarBackend, moves: Sequence[Accepting]) -> list[Accepted]:
+    """Of one token each."""
+    for move in moves:
+        move.live.lock.acquire()
+    began = time.perf_counter()
+    try:
+        answers = [move.live.grammar for move in moves if isinstance(move.live.grammar, AnswerGrammar)]
+        tokens, most = [move.tokens[0] for move in moves], [move.live.most(move.position) for move in moves]
+        found = advance_each(backend, answers, tokens, most)
         return [
             Accepted(accepted, 1, forced, answer.done, answer.error)
             for (accepted, forced), answer in zip(found, answers, strict=True)
         ]
+    except Exception as error:
+        return [_failed(move.tokens, error) for move in moves]
+    finally:
+        slow = time.perf_counter() - began > PATIENCE_S + USUAL_S * len(moves) / backend.threads
+        for move in moves:
+            move.live.alone = SUSPECT_TOKENS if slow else 0
+            move.live.lock.release()
 
 
 def _failed(tokens: list[int], error: Exception) -> Accepted:

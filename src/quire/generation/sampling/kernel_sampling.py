@@ -11,7 +11,8 @@ Refuses to know: bad words and allowed tokens, which `sampler.py` does with torc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ ADJUSTED = {Need.BIAS: BIAS, Need.MIN_TOKENS: STOPS, Need.PENALTIES: PENALTIES}
 
 
 NO_ROW = -1  # that a mask is for
+SENDING = 3  # masks of so many launches may be on their way to the device
 
 
 class _Kind(NamedTuple):
@@ -80,6 +82,7 @@ class KernelSampling:
         self._logits: dict[torch.dtype, torch.Tensor] = {}  # [rows, vocab], copied into
         self._rows = torch.zeros(5 * _power_of_two(most), dtype=torch.int64, device=table.device)
         self._masks = torch.empty(0, -(-vocab_size // 8), dtype=torch.uint8, device=table.device)  # copied into
+        self._sending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         self._pool: Any = None
 
     def suits(self, needs: int) -> bool:
@@ -100,7 +103,7 @@ class KernelSampling:
         slots: Ints,
         positions: Ints,
         tokens: torch.Tensor,
-        masks: TokenMasks | None,  # one for each row that needs it, in their order
+        masks: Sequence[TokenMasks],  # one for each row that needs it, in their order
         *,
         captured: bool,
     ) -> tuple[torch.Tensor, LogprobTensors | None]:
@@ -120,7 +123,7 @@ class KernelSampling:
         if capture is not None:
             drawn, scores = self._replay(capture, kind, logits, table, masks)
         else:
-            sent = None if masks is None else to_device(masks, device)
+            sent = to_device(np.stack(masks), device) if kind.masked else None
             drawn, scores = self._launch(kind, _Given(logits, to_device(table, device), sent, tokens))
         if scores is None:
             return drawn, None
@@ -129,7 +132,7 @@ class KernelSampling:
         return drawn, LogprobTensors.of(drawn[wanted], scores[wanted], each)
 
     def _replay(
-        self, capture: _Capture, kind: _Kind, logits: torch.Tensor, table: Ints, masks: TokenMasks | None
+        self, capture: _Capture, kind: _Kind, logits: torch.Tensor, table: Ints, masks: Sequence[TokenMasks]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, device = len(logits), logits.device
         padded = np.zeros((len(table), kind.rows), np.int64)
@@ -138,11 +141,23 @@ class KernelSampling:
         padded[:, :rows] = table
         self._logits[kind.dtype][:rows].copy_(logits)
         self._table_of(kind).copy_(pinned(padded, device), non_blocking=True)
-        if masks is not None:
-            self._masks[: len(masks)].copy_(pinned(masks, device), non_blocking=True)
+        if kind.masked:
+            self._send_masks(masks)
         capture.replay()
         scores = capture.scores
         return capture.drawn[:rows], None if scores is None else scores[:rows]
+
+    def _send_masks(self, masks: Sequence[TokenMasks]) -> None:
+        """From memory that the device reads by itself, once it has read what was there before."""
+        sending, sent = self._sending.popleft()
+        if sent is not None:
+            sent.synchronize()
+        np.stack(masks, out=sending[: len(masks)].numpy())
+        self._masks[: len(masks)].copy_(sending[: len(masks)], non_blocking=True)
+        if self._masks.is_cuda:
+            sent = torch.cuda.Event()
+            sent.record()
+        self._sending.append((sending, sent))
 
     def _table_of(self, kind: _Kind) -> torch.Tensor:
         return self._rows[: 5 * kind.rows].view(5, kind.rows)
@@ -155,7 +170,7 @@ class KernelSampling:
         if kind.adjusted:
             adjust(adjustable, table[:4], numbers, *self._lists, tokens, self._counting)
         if kind.masked:
-            assert masks is not None, "a slot with a grammar needs its mask"
+            assert masks is not None
             mask(adjustable, table[4, : len(masks)], masks)
         drawn = draw(adjustable, numbers, table[1], table[2])
         return drawn, None if kind.width is None else logprobs(logits, drawn, kind.width)
@@ -203,6 +218,10 @@ class KernelSampling:
             self._logits[kind.dtype] = torch.zeros(most, self._vocab, dtype=kind.dtype, device=self._table.device)
         if kind.masked and not len(self._masks):
             self._masks = self._masks.new_zeros(most, self._masks.shape[1])
+            pin = self._masks.is_cuda
+            self._sending = deque(
+                (torch.empty(self._masks.shape, dtype=torch.uint8, pin_memory=pin), None) for _ in range(SENDING)
+            )
         masks = self._masks[: kind.rows] if kind.masked else None
         return _Given(self._logits[kind.dtype][: kind.rows], self._table_of(kind).zero_(), masks, tokens)
 

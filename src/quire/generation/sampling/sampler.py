@@ -9,6 +9,7 @@ Refuses to know: the model, pages, requests, where a row's logits came from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,7 +114,7 @@ class Sampler:
         slots: list[int],
         positions: list[int],  # index in its slot of each token to draw: as many tokens are known before it
         tokens: torch.Tensor,  # int32 [slots, max_len]
-        masks: TokenMasks | None = None,  # one row for each of these slots that has a grammar, in their order
+        masks: Sequence[TokenMasks] = (),  # one for each of these slots that has a grammar, in their order
     ) -> Sampled:
         table = self._table
         table.flush()
@@ -130,7 +131,7 @@ class Sampler:
         for first in range(0, max(len(slots), 1), SLICE_ROWS):
             rows = slice(first, first + SLICE_ROWS)
             before, masked = masked, masked + int(((needs[rows] & int(Need.GRAMMAR)) != 0).sum())
-            part_masks = masks[before:masked] if masks is not None else None
+            part_masks = masks[before:masked]
             of_part = logits[rows], needs[rows], host_slots[rows], host_positions[rows], tokens, part_masks
             if self._kernels is not None and self._kernels.suits(asked):
                 captured = len(slots) <= self._kernels.most
@@ -149,7 +150,7 @@ class Sampler:
         slots: Ints,
         positions: Ints,
         tokens: torch.Tensor,
-        masks: TokenMasks | None,
+        masks: Sequence[TokenMasks],
     ) -> Sampled:
         """Of one slice. [n, vocab]"""
         logits = logits.float()
@@ -190,7 +191,7 @@ class Sampler:
         }
 
     def _process(
-        self, logits: torch.Tensor, passes: dict[Need, Rows], tokens: torch.Tensor, masks: TokenMasks | None
+        self, logits: torch.Tensor, passes: dict[Need, Rows], tokens: torch.Tensor, masks: Sequence[TokenMasks]
     ) -> torch.Tensor:
         """A copy with allowed tokens, logit bias, bad words, minimum length, penalties and grammars applied, in this
         order."""
@@ -213,8 +214,7 @@ class Sampler:
             counts = self._room("counts", len(known)) if rows.any(Need.COUNTS) else None
             processors.apply_penalties(logits, rows.index, params, known, rows.positions, counts=counts)
         if rows := passes.get(Need.GRAMMAR):
-            assert masks is not None, "a slot with a grammar needs its mask"
-            processors.apply_masks(logits, rows.index, to_device(masks, table.device))
+            processors.apply_masks(logits, rows.index, to_device(np.stack(masks), table.device))
         return logits
 
     def _room(self, name: str, rows: int) -> torch.Tensor:
