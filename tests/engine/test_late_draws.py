@@ -137,8 +137,8 @@ def test_a_grammar_that_fails_ends_its_answer_alone(path, monkeypatch):
     """While its next step is on its way."""
     taken = slot_grammars._accept_each
 
-    def failing(backend, moves):
-        found = taken(backend, moves)
+    def failing(backend, moves, *how):
+        found = taken(backend, moves, *how)
         for at, move in enumerate(moves):
             if move.live.end == 3 + 12 and move.position >= 6:
                 found[at] = slot_grammars.Accepted(move.tokens[:1], 1, error="out of order")

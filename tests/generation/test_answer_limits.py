@@ -3,7 +3,9 @@
 import hashlib
 import json
 import random
+import threading
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from quire.generation.grammar.grammar_store import GrammarStore
 from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
 from quire.generation.grammar.slot_grammars import Accepting, SlotGrammars
 from quire.text import load_tokenizer, vocabulary_of
+from quire.types.errors import OverloadedError
 from quire.types.grammar import GrammarSpec, ThoughtSpec
 from quire.types.plan import Admit
 from quire.types.sampling_params import SamplingParams
@@ -141,7 +144,7 @@ def test_answers_moved_together_and_apart_are_the_same(store, monkeypatch):
     ]
     monkeypatch.setattr(grammar_store, "FORKS", 3)
     monkeypatch.setattr(grammar_store, "QUICK_COMPILE_S", 9.0)
-    monkeypatch.setattr(slot_grammars, "USUAL_S", 9.0)
+    monkeypatch.setattr(slot_grammars, "PATIENCE_S", 9.0)
     store.backend.threads = 2
     for spec in specs:
         store.prepare(spec).result()
@@ -175,8 +178,8 @@ def test_answers_moved_together_and_apart_are_the_same(store, monkeypatch):
                     position[slot] += len(accepted.tokens)
                     if accepted.done or accepted.error or position[slot] >= 60:
                         going_on.discard(slot)
-                tasks = {one.task for one in took}
-                assert len(tasks) == (len(order) if apart else 1)
+                tasks = {one.place[0] for one in took}
+                assert len(tasks) == len(order) if apart else len(tasks) <= len(specs)
             found[apart] = answers
         finally:
             slots.close()
@@ -214,8 +217,107 @@ def test_one_slow_answer_among_many_is_found_and_goes_alone(store, monkeypatch):
         for position in range(1, 13):
             took = accept(slots, [(slot, position, token) for slot in range(4)])
             assert not any(one.told().error for one in took)
-            tasks.append(len({one.task for one in took}))
+            tasks.append(len({one.place[0] for one in took}))
         assert tasks[0] == 1 and set(tasks[1:5]) == {4} and 2 in tasks[5:], tasks
-        assert slots._by_slot[2].alone == slot_grammars.ALONE_TOKENS
+        assert slots.of(2).alone > 1000 > slots.of(1).alone
+    finally:
+        slots.close()
+
+
+@pytest.fixture
+def ten(store):
+    """Ten answers under one grammar."""
+    spec = GrammarSpec("choice", json.dumps(["a" * n for n in range(200, 210)]))
+    store.prepare(spec).result()
+    slots = SlotGrammars(store, vocab_size=len(store._known_vocabulary().tokens), max_len=4000)
+    params = SamplingParams(grammar=spec, max_tokens=4000, logprobs=0)
+    slots.apply([], [Admit(slot, f"r/{slot}", [1], 1, params, seed=0, branch=0, stop_ids=[]) for slot in range(10)])
+    yield slots
+    slots.close()
+    assert not any(copy.answers for copy in store.compiled(spec).parts[0])
+
+
+def test_a_grammar_that_fails_among_others_fails_or_goes_on_by_itself(ten, store, monkeypatch):
+    """Compiling it anew may take long, or be refused; nobody waits for it and nobody else ends."""
+    token = store._known_vocabulary().encode("a")[:1]
+    go_on, fresh = threading.Event(), store.fresh
+
+    def compiled_anew(spec, branch):
+        go_on.wait(30)
+        if refused:
+            raise OverloadedError("too many")
+        return fresh(spec, branch)
+
+    monkeypatch.setattr(store, "fresh", compiled_anew)
+    for position, refused in ((1, False), (2, True)):
+        ten.of(3).grammar._grammar.accept([0])
+        assert ten.of(3).grammar._grammar.error
+        go_on.clear()
+        took = accept(ten, [(slot, position, token) for slot in range(10)])
+        assert [one.known for one in took] == [slot != 3 for slot in range(10)]
+        go_on.set()
+        assert [one.told().error for one in took if one is not took[3]] == [""] * 9
+        assert took[3].told().error == ("OverloadedError: too many" if refused else "")
+        assert took[3].told().tokens == token
+    allowed = [np.unpackbits(ten.of(slot).grammar.mask, bitorder="little").tolist() for slot in (2, 4)]
+    assert allowed[0] == allowed[1]
+
+
+def test_who_looks_ahead_keeps_nobody_waiting(ten, store):
+    token = store._known_vocabulary().encode("a")[:1]
+    ten.of(5).looking = Future()
+    with ten.of(5).lock:
+        took = accept(ten, [(slot, 1, token) for slot in range(10)])
+        assert [one.known for one in took] == [slot != 5 for slot in range(10)]
+    assert not took[5].told().error
+
+
+def test_many_answers_under_one_grammar_share_the_time_it_takes(ten, store, monkeypatch):
+    """Each of ten that take 10 ms ends after as many tokens as if it were alone."""
+    monkeypatch.setattr(answer_grammar, "MASK_BUDGET_S", 0.05)
+    fill = store.backend.fill_each
+
+    def slow(grammars, size):
+        time.sleep(0.01 * len(grammars))
+        return fill(grammars, size)
+
+    monkeypatch.setattr(store.backend, "fill_each", slow)
+    monkeypatch.setattr(slot_grammars, "PATIENCE_S", 60.0)
+    store.backend.threads = 1
+    token, ends = store._known_vocabulary().encode("a")[:1], []
+    for position in range(1, 15):
+        ends = [one.told().error for one in accept(ten, [(slot, position, token) for slot in range(10)])]
+        if any(ends):
+            break
+    assert all("computing" in error for error in ends) and 8 <= position <= 11
+
+
+def test_copies_are_compiled_for_many_answers_and_go_when_others_need_theirs(store, monkeypatch):
+    monkeypatch.setattr(grammar_store, "MAX_COPIED", 1)
+    monkeypatch.setattr(grammar_store, "QUICK_COMPILE_S", 9.0)
+    store.backend.threads = 4
+    specs = [GrammarSpec("choice", json.dumps(words)) for words in (["yes", "no"], ["in", "out"])]
+    slots = SlotGrammars(store, vocab_size=len(store._known_vocabulary().tokens), max_len=99)
+
+    def copies():
+        store._thread.submit(lambda: None).result()
+        return [len(store.compiled(spec).parts[0]) for spec in specs]
+
+    def begin(spec, first):
+        params = SamplingParams(grammar=spec, max_tokens=9)
+        slots.apply([], [Admit(first + at, f"r/{at}", [1], 1, params, 0, 0, []) for at in range(20)])
+        for _ in range(4):  # each copy asks for the next
+            store._thread.submit(lambda: None).result()
+
+    try:
+        for spec in specs:
+            store.prepare(spec).result()
+        begin(specs[0], 0)
+        assert copies() == [3, 1], "eight answers each"
+        begin(specs[1], 20)
+        assert copies() == [3, 3], "all are in use"
+        slots.apply(list(range(20)), [])
+        store._keep_few(store.compiled(specs[1]).parts[0])
+        assert copies() == [1, 3]
     finally:
         slots.close()

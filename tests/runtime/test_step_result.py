@@ -32,7 +32,7 @@ def test_a_sample_that_becomes_known_meanwhile_is_told_once():
     head = SamplingHead.__new__(SamplingHead)
     head.device, head._deferred, head._speculation = torch.device("cpu"), [], None
     head._late, head._grammars = LateDraws(), SimpleNamespace(accept=lambda *_: None, settle=lambda *_: None)
-    accepting = Accepting(SimpleNamespace(position=1), 1, [7], task)
+    accepting = Accepting(SimpleNamespace(position=1), 1, [7], (task, 0))
     head.accept = lambda *_: [AcceptedSample(0, sample, [7], [0], None, drafted=False, accepting=accepting)]
     plan = StepPlan(step=1, rows=[Row(slot=0, start=0, count=1)], samples=[sample])
     step = PendingStep(
@@ -44,5 +44,5 @@ def test_a_sample_that_becomes_known_meanwhile_is_told_once():
     )
     result = step.result()
     assert (result.tokens, result.deferred) == ([[]], [0])
-    (late,) = head.late(0.0)
+    (late,) = head.deferred_results(0.0)
     assert (late.tokens, late.deferred) == ([[7]], [])

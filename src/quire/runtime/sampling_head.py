@@ -216,7 +216,7 @@ class SamplingHead:
         """Samples of a step that are not known yet; `tell` makes a result of those that are, later."""
         self._deferred.append((waiting, tell))
 
-    def late(self, patience: float) -> list[StepResult]:
+    def deferred_results(self, patience: float) -> list[StepResult]:
         """Of earlier steps, samples that became known; waits so long for the first, if there are any."""
         if not self._deferred:
             return []

@@ -58,7 +58,7 @@ class PendingStep:
         if self._event is not None:
             self._event.synchronize()
         found = self._head.accept(self._expanded, self._samples, self._hidden)
-        late = self._head.late(0.0 if self._expanded.plan.computes else LATE_WAIT_S)
+        late = self._head.deferred_results(0.0 if self._expanded.plan.computes else LATE_WAIT_S)
         known, rest = by_known(found)
         if rest:
             self._head.defer(rest, self._tell)

@@ -119,7 +119,7 @@ class Continuation:
         for seq in self._table.running:
             computed = seq.computed
             pending = seq.pending
-            if pending > seq.ahead:
+            if pending > seq.max_pending:
                 decoding = True
                 continue
             if steady and computed < seq.steady_until and computed < seq.table.writable_until:

@@ -24,9 +24,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "ahead", "attained", "branch", "cached", "computed", "draws", "epoch", "expected", "hook", "id", "inflight",
-        "limit", "log", "overdue", "pending", "prompt_len", "rank", "request", "slot", "status", "steady_until",
-        "stops", "table", "tokens", "unsent",
+        "attained", "branch", "cached", "computed", "draws", "epoch", "expected", "hook", "id", "inflight", "limit",
+        "log", "max_pending", "overdue", "pending", "prompt_len", "rank", "request", "slot", "status",
+        "steady_until", "stops", "table", "tokens", "unsent",
     )  # fmt: skip
 
     def __init__(
@@ -46,11 +46,11 @@ class Sequence:
         self.steady_until = 0  # with fewer tokens it decodes: of its next draw there is nothing to say but the token
         self.unsent = 0  # tokens at the end that its slot does not have: they were not drawn there
         self.draws = not request.pooling  # whether tokens are drawn once all it knows is computed
-        self.ahead = ANY  # most draws that may be pending when its next row is planned
+        self.max_pending = ANY  # most draws that may be pending when its next row is planned
         if request.beam is not None:
-            self.ahead = 0  # which of them go on depends on what they draw
+            self.max_pending = 0  # which of them go on depends on what they draw
         elif request.params.grammar is not None:
-            self.ahead = int(late_draws)  # what its row may draw depends on the token before
+            self.max_pending = int(late_draws)  # what its row may draw depends on the token before
         eos = [] if request.params.ignore_eos else request.eos_token_ids
         self.stops = [*eos, *request.params.stop_token_ids]  # tokens that end it
         self.computed = 0  # as of the last plan, drafts left out

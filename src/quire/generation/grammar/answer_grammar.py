@@ -52,6 +52,7 @@ class AnswerGrammar:
         accepted: list[int] = []
         forced: list[int] = []
         with self._timed():
+            self._renew()  # where it failed with others
             while len(accepted) < len(tokens) and not self.done:
                 token = tokens[len(accepted)]
                 self._accept([token])
@@ -103,6 +104,11 @@ class AnswerGrammar:
         self._grammar.accept(self._tokens)
         return True
 
+    def charge(self, seconds: float) -> None:
+        """So long a token took to compute."""
+        self._spent += max(0.0, seconds - USUAL_S)
+        self._overdrawn = self._overdrawn or self._spent > MASK_BUDGET_S
+
     @contextmanager
     def _timed(self) -> Iterator[None]:
         clock = time.perf_counter if self.slow else time.thread_time  # a slow one may compute in another thread
@@ -110,30 +116,33 @@ class AnswerGrammar:
         yield
         took = clock() - began
         self.slow = took > SLOW_S
-        self._spent += max(0.0, took - USUAL_S)
-        self._overdrawn = self._overdrawn or self._spent > MASK_BUDGET_S
+        self.charge(took)
 
 
 def advance_each(
     backend: GrammarBackend, answers: Sequence[AnswerGrammar], tokens: Sequence[int], most: Sequence[int]
-) -> list[tuple[list[int], list[int]]]:
-    """Each answer's `advance` by one token. Their time is not taken: they are moved at once."""
-    backend.accept_each([answer._grammar for answer in answers], tokens)
-    found: list[tuple[list[int], list[int]]] = []
+) -> list[tuple[list[int], list[int]] | None]:
+    """Each answer's `advance` by one token. None: its grammar failed, and the answer is where it was; `advance` moves
+    it on a grammar of its own."""
+    grammars = [answer._grammar for answer in answers]
+    backend.accept_each(grammars, tokens)
+    found: list[tuple[list[int], list[int]] | None] = []
     going_on = []
-    for answer, token, limit in zip(answers, tokens, most, strict=True):
-        answer._tokens.append(token)
-        answer._renew()
-        more = answer._grammar.forced()[: limit - 1] if limit > 1 and not answer.done else []
+    for at, (grammar, token, limit) in enumerate(zip(grammars, tokens, most, strict=True)):
+        more = grammar.forced()[: limit - 1] if limit > 1 and not grammar.done else []
         if more:
-            answer._accept(more)
-        found.append(([token, *more], list(range(1, 1 + len(more)))))
-        if not answer.done:
-            going_on.append(answer)
-    masks = backend.fill_each([answer._grammar for answer in going_on], len(answers[0].mask))
-    for answer, answer.mask in zip(going_on, masks, strict=True):
-        if answer._renew():
-            answer._grammar.fill(answer.mask)
+            grammar.accept(more)
+        found.append(None if grammar.error else ([token, *more], list(range(1, 1 + len(more)))))
+        if not grammar.done:
+            going_on.append(at)
+    masks = backend.fill_each([grammars[at] for at in going_on], len(answers[0].mask))
+    for at, mask in zip(going_on, masks, strict=True):
+        if grammars[at].error:
+            found[at] = None
+        answers[at].mask = mask
+    for answer, moved in zip(answers, found, strict=True):
+        if moved is not None:
+            answer._tokens += moved[0]
     return found
 
 

@@ -28,6 +28,7 @@ from quire.types.seams import Grammar, GrammarBackend
 
 MAX_COMPILED_GRAMMARS = 128  # most recently used
 FORKS = 8  # of one grammar at a time, which wait for each other, until another is compiled beside it
+MAX_COPIED = 8  # so many grammars keep their copies when nobody uses them
 QUICK_COMPILE_S = 0.1  # and another, if that took no longer
 
 
@@ -36,8 +37,12 @@ class GrammarCopy:
     """One of several that were compiled from the same."""
 
     grammar: Grammar
-    number: int = 0
+    kin: list[GrammarCopy]  # all of them
     answers: int = 0  # that go on with forks of it
+
+    def __post_init__(self) -> None:
+        self.number = len(self.kin)
+        self.kin.append(self)
 
 
 @dataclass
@@ -64,6 +69,7 @@ class GrammarStore:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammars")
         self._lock = threading.Lock()
         self._compiled: WeakValueDictionary[GrammarSpec, Future[CompiledGrammar]] = WeakValueDictionary()
+        self._copied: OrderedDict[int, list[GrammarCopy]] = OrderedDict()  # those with several copies
         self._recent: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
 
     def prepare(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
@@ -85,7 +91,7 @@ class GrammarStore:
         masks = np.zeros((len(parts), -(-len(self._known_vocabulary().tokens) // 8)), np.uint8)
         for part, row in zip(parts, masks, strict=True):
             part.fork().fill(row)
-        return CompiledGrammar([[GrammarCopy(part)] for part in parts], list(masks))
+        return CompiledGrammar([GrammarCopy(part, []).kin for part in parts], list(masks))
 
     def _known_vocabulary(self) -> Vocabulary:
         if self._vocabulary is None:
@@ -113,12 +119,21 @@ class GrammarStore:
         """One at a time: other grammars wait for the thread too."""
         began = time.perf_counter()
         with suppress(InputError, OverloadedError):  # it goes without
-            copies.append(GrammarCopy(self.fresh(spec, branch), len(copies)))
+            GrammarCopy(self.fresh(spec, branch), copies)
+            self._keep_few(copies)
             if time.perf_counter() - began > QUICK_COMPILE_S:
                 return
             compiled.copying = self._crowded(copies)
             if compiled.copying:
                 self._thread.submit(self._copy, compiled, copies, spec, branch)
+
+    def _keep_few(self, copies: list[GrammarCopy]) -> None:
+        """Of grammars that many answers used once, the first copy stays."""
+        self._copied[id(copies)] = copies
+        self._copied.move_to_end(id(copies))
+        for kept in list(self._copied.values())[:-MAX_COPIED]:
+            if not any(copy.answers for copy in kept):
+                del kept[1:], self._copied[id(kept)]
 
     def fresh(self, spec: GrammarSpec, branch: int) -> Grammar:
         """A grammar that shares nothing with other answers; compiled by the caller's own thread."""

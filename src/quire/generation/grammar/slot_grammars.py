@@ -7,10 +7,12 @@
               their own), and the mask of what may come next. What is not done soon is told of when it is; until then
               its answer takes part in no step
 
-Answers that have one token each are moved together, which is quick and says nothing of what each of them takes. If it
-took too long, each of them goes by itself for a while, by the clock. Answers that have been slow then share one thread,
-of low priority. Forced tokens are those the tokenizer itself would make of the forced text, as far as what follows
-cannot change them.
+Answers that have one token each are moved together, which is quick and says nothing of what each of them takes: those
+under one grammar, if they are many, share the time that they took; of others, if it took too long, each goes by itself
+for a while, by the clock. Answers that were slow stay by themselves, and share one thread, of low priority. A grammar
+that fails among others goes on by itself.
+
+Forced tokens are those the tokenizer itself would make of the forced text, as far as what follows cannot change them.
 
 Refuses to know: torch, logits, how a grammar is written or parsed.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,8 +35,9 @@ from quire.types.memory_use import usable_cores
 from quire.types.plan import Admit
 from quire.types.seams import Grammar, GrammarBackend
 
-ALONE_TOKENS = 16  # that an answer takes by itself, by the clock, after it was slow
-SUSPECT_TOKENS = 4  # ... after it was moved together with others and one of them was
+MANY = 8  # answers under one grammar that are moved apart from others
+SUSPECT_TOKENS = 4  # that an answer takes by itself, by the clock, when one it was moved with was slow
+MAX_DOUBLED = 8  # ... and twice as many each time
 PATIENCE_S = 0.01  # a step waits so long for its grammars to say what follows
 REPLAY_S = 1.0  # and so long for that of a preempted answer to be where it was
 SLOW_NICENESS = 10
@@ -64,6 +67,7 @@ class SlotGrammar:
     stopped: bool = False  # they are no longer waited for
     sure: int = 1  # how many of the step's samples were drawn under a mask of their own
     alone: int = 0  # so many tokens are taken by itself
+    suspected: int = 0  # how often
 
     def most(self, position: int) -> int:
         """Tokens that may be accepted from there on with those forced; 0: none are to be forced."""
@@ -77,17 +81,22 @@ class Accepting:
     live: SlotGrammar
     position: int
     tokens: list[int]
-    task: Future[list[Accepted]] | None = None  # which has it among others, in this place
-    index: int = 0
+    place: tuple[Future[list[Accepted | None]], int] | None = None  # where it will be; with None there, it has moved on
 
     @property
     def known(self) -> bool:
-        return self.task is not None and self.task.done()
+        if self.place is None:
+            return False
+        task, index = self.place
+        return task.done() and task.result()[index] is not None
 
     def told(self) -> Accepted:
         """What the grammar made of them; what comes next may be drawn from now on."""
-        assert self.task is not None
-        accepted = self.task.result()[self.index]
+        accepted = None
+        while accepted is None:
+            assert self.place is not None
+            task, index = self.place
+            accepted = task.result()[index]
         if self.live.position is not None:
             ended = accepted.done or accepted.error
             self.live.position = None if ended else self.position + len(accepted.tokens)
@@ -175,22 +184,37 @@ class SlotGrammars:
 
     def accept(self, sampled: Sequence[Accepting]) -> None:
         """Have their grammars take these."""
-        together: list[Accepting] = []
+        by_grammar: dict[int, list[Accepting]] = {}
         for one in sampled:
             live = one.live
-            if len(one.tokens) == 1 and not live.alone and isinstance(live.grammar, AnswerGrammar):
-                together.append(one)
+            busy = live.looking is not None and not live.looking.done()
+            if len(one.tokens) > 1 or live.alone or busy or not isinstance(live.grammar, AnswerGrammar):
+                self._accept_alone(one)
             else:
-                one.task = self._lane(live).submit(_accept, live, one.position, one.tokens)
-        if together:
-            together.sort(key=lambda one: one.live.copy.number if one.live.copy is not None else 0)
-            task = self._pool.submit(_accept_each, self._store.backend, together)
-            for index, one in enumerate(together):
-                one.task, one.index = task, index
+                by_grammar.setdefault(id(live.copy.kin) if live.copy is not None else 0, []).append(one)
+        mixed: list[Accepting] = []
+        for kin in by_grammar.values():
+            if len(kin) < MANY:
+                mixed += kin
+            else:  # forks of a copy wait for each other, so that threads had better not take turns at them
+                kin.sort(key=lambda one: one.live.copy.number if one.live.copy is not None else 0)
+                self._accept_each(kin, same=True)
+        if len(mixed) > 1:
+            self._accept_each(mixed, same=False)
+        elif mixed:
+            self._accept_alone(mixed[0])
+
+    def _accept_alone(self, one: Accepting) -> None:
+        one.place = self._lane(one.live).submit(_accept, one.live, one.position, one.tokens), 0
+
+    def _accept_each(self, moves: Sequence[Accepting], *, same: bool) -> None:
+        task = self._pool.submit(_accept_each, self._store.backend, moves, same, self._accept_alone)
+        for index, one in enumerate(moves):
+            one.place = task, index
 
     def settle(self, accepting: Sequence[Accepting], patience: float | None = None) -> None:
         """Wait a little for these; with `patience`, so long for the first that is known."""
-        tasks = {one.task for one in accepting if one.task is not None}
+        tasks = {one.place[0] for one in accepting if one.place is not None}
         if patience is None:
             wait(tasks, PATIENCE_S)
         else:
@@ -201,6 +225,7 @@ class SlotGrammars:
 
     def close(self) -> None:
         """Compiled grammars stay in their store."""
+        self.apply(list(self._by_slot), [])
         self._pool.shutdown(cancel_futures=True)
         self._slow.shutdown(cancel_futures=True)
 
@@ -215,38 +240,57 @@ def _look_ahead(live: SlotGrammar) -> None:
         live.grammar.look_ahead(live.draft, live.ahead, lambda: live.stopped)
 
 
-def _accept(live: SlotGrammar, position: int, tokens: list[int]) -> list[Accepted]:
+def _accept(live: SlotGrammar, position: int, tokens: list[int]) -> list[Accepted | None]:
     with live.lock:
         grammar = live.grammar
         try:
             accepted, forced = grammar.advance(tokens[: live.sure], most=live.most(position))
-            live.alone = ALONE_TOKENS if grammar.slow else max(0, live.alone - 1)
+            live.alone = live.end if grammar.slow else max(0, live.alone - 1)
             sampled = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(accepted, tokens, strict=False)))
             return [Accepted(accepted, sampled, forced, grammar.done, grammar.error)]
         except Exception as error:  # one answer's, not the step's
             return [_failed(tokens, error)]
 
 
-def _accept_each(backend: GrammarBackend, moves: Sequence[Accepting]) -> list[Accepted]:
-    """Of one token each."""
+def _accept_each(
+    backend: GrammarBackend, moves: Sequence[Accepting], same: bool, alone: Callable[[Accepting], None]
+) -> list[Accepted | None]:
+    """Of one token each, all under the `same` grammar or not. Those whose grammars fail are left `alone`."""
+    answers = [move.live.grammar for move in moves if isinstance(move.live.grammar, AnswerGrammar)]
+    tokens, most = [move.tokens[0] for move in moves], [move.live.most(move.position) for move in moves]
     for move in moves:
         move.live.lock.acquire()
     began = time.perf_counter()
     try:
-        answers = [move.live.grammar for move in moves if isinstance(move.live.grammar, AnswerGrammar)]
-        tokens, most = [move.tokens[0] for move in moves], [move.live.most(move.position) for move in moves]
-        found = advance_each(backend, answers, tokens, most)
-        return [
-            Accepted(accepted, 1, forced, answer.done, answer.error)
-            for (accepted, forced), answer in zip(found, answers, strict=True)
-        ]
+        moved = advance_each(backend, answers, tokens, most)
     except Exception as error:
         return [_failed(move.tokens, error) for move in moves]
     finally:
-        slow = time.perf_counter() - began > PATIENCE_S + USUAL_S * len(moves) / backend.threads
+        _note_time(backend, moves, same, time.perf_counter() - began)
         for move in moves:
-            move.live.alone = SUSPECT_TOKENS if slow else 0
             move.live.lock.release()
+    found: list[Accepted | None] = []
+    for move, answer, accepted in zip(moves, answers, moved, strict=True):
+        if accepted is None:
+            alone(move)
+        found.append(None if accepted is None else Accepted(accepted[0], 1, accepted[1], answer.done, answer.error))
+    return found
+
+
+def _note_time(backend: GrammarBackend, moves: Sequence[Accepting], same: bool, seconds: float) -> None:
+    """What answers took that were moved together: of several grammars, any of them; of one, all alike."""
+    longest = PATIENCE_S
+    copy = moves[0].live.copy
+    if same and copy is not None:
+        threads = min(backend.threads, len(copy.kin))
+        longest += USUAL_S * len(moves) / threads
+        for move in moves:
+            if isinstance(move.live.grammar, AnswerGrammar):
+                move.live.grammar.charge(seconds * threads / len(moves))
+    if seconds > longest:
+        for move in moves:
+            move.live.alone = SUSPECT_TOKENS << min(move.live.suspected, MAX_DOUBLED)
+            move.live.suspected += 1
 
 
 def _failed(tokens: list[int], error: Exception) -> Accepted:

@@ -126,7 +126,7 @@ def single_row(linear: Matrix, x: torch.Tensor) -> bool:
     if x.shape[0] > configs.ROW_MATMUL_ROWS or linear.bias is not None:
         return False
     element = linear.state["weight"].element_size()
-    return configs.row_matmul(min(linear.parts), linear.columns, element) is not None
+    return all(configs.row_matmul(part, linear.columns, element) is not None for part in linear.parts)
 
 
 def joined_gate(linear: Matrix, x: torch.Tensor) -> configs.Matmul | None:
