@@ -5,7 +5,7 @@
               pass runs; `masks` gives them, and those made before
     accept ──► in threads: the tokens sampled, those the grammar forces after them (jump-ahead: they need no step of
               their own), and the mask of what may come next. What is not done soon is told of when it is; until then
-              its answer takes part in no step
+              nothing more is drawn for its answer
 
 Answers that have one token each are moved together, which is quick and says nothing of what each of them takes: those
 under one grammar, if they are many, share the time that they took; of others, if it took too long, each goes by itself
