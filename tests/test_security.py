@@ -22,6 +22,7 @@ UNSAFE_CALLS = {
     "eval", "exec", "compile", "__import__", "torch.load", "torch.hub.load", "torch.jit.load", "np.load", "numpy.load",
     "os.system", "os.popen", "jinja2.Environment", "jinja2.Template", "Environment", "Template",
 }  # fmt: skip
+SAFE_PATH = {"'-P'", "'-I'"}
 UNSAFE_WORDS = {"shell", "trust_remote_code", "allow_pickle"}
 # Whatever can follow a URL. Models are fetched by name, from the hub, by assets; the load generator has a URL to load,
 # and a program in quire.lang is told by its author which server runs it.
@@ -57,6 +58,10 @@ def faults(source: str, room: str = "serve") -> list[str]:
                 found.append(f"{called}()")
             words = [word for word in node.keywords if word.arg in UNSAFE_WORDS]
             found += [f"{called}({word.arg}=...)" for word in words if ast.unparse(word.value) != "False"]
+        elif isinstance(node, ast.List):
+            match [ast.unparse(word) for word in node.elts[:2]]:
+                case ["sys.executable", *rest] if not SAFE_PATH.issuperset(rest):
+                    found.append(f"{ast.unparse(node)} imports from the current folder, which may be a checkpoint")
     return found
 
 
@@ -82,6 +87,7 @@ def test_no_module_runs_or_fetches_what_strangers_send(path: Path) -> None:
         "import httpx",
         "from urllib.request import urlopen",
         "import yaml",
+        "run([sys.executable, '-m', 'quire'])",
     ],
 )
 def test_the_test_finds_what_it_looks_for(source: str) -> None:

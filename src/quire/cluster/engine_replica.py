@@ -34,7 +34,7 @@ class EngineReplica:
         """Returns when the engine is ready; `member`: a ReplicaMembership in JSON, the same for all replicas."""
         self._hang_timeout = hang_timeout
         said = (hub, str(os.getpid()), json.dumps(options))
-        self._command = [sys.executable, "-m", "quire.engine.engine_process", *said]
+        self._command = [sys.executable, "-P", "-m", "quire.engine.engine_process", *said]
         self._member = replace(msgspec.json.decode(member, type=ReplicaMembership), number=number)
         self._start()
         threading.Thread(target=self._listen, name="quire-heartbeats", daemon=True).start()

@@ -279,7 +279,7 @@ class ProcessLink(PairLink):
 
 
 def _start_process(address: str, holder: WeightHolder | None) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "quire.engine.engine_process", address, str(os.getpid())]
+    command = [sys.executable, "-P", "-m", "quire.engine.engine_process", address, str(os.getpid())]
     if holder is None:
         return subprocess.Popen(command, stdin=subprocess.PIPE)
     with holder.connect() as weights:

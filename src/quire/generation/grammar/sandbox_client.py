@@ -96,7 +96,7 @@ class GrammarSandbox:
     def _start(self, vocabulary: Vocabulary) -> _Child:
         pipe = subprocess.PIPE
         alone = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "quire.generation.grammar.sandbox_process", str(self._seconds)]
+        command = [sys.executable, "-P", "-m", "quire.generation.grammar.sandbox_process", str(self._seconds)]
         child = vocabulary, subprocess.Popen(command, stdin=pipe, stdout=pipe, env=alone)
         sent = SandboxVocabulary(list(vocabulary.tokens), sorted(vocabulary.special), list(vocabulary.ends))
         if (answer := _request(child, sent, START_TIMEOUT_S)) != "":

@@ -52,9 +52,9 @@ class RankProcesses:
 
     def _start(self, rank: int, options: EngineOptions) -> None:
         ours, theirs = Pipe()
-        words = ["-m", "quire.runtime.executors.rank_process", str(theirs.fileno()), str(os.getpid())]
-        words += [str(self.directory), str(rank), json.dumps(options.flat())]
-        process = subprocess.Popen([sys.executable, *words], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        said = (str(theirs.fileno()), str(os.getpid()), str(self.directory), str(rank), json.dumps(options.flat()))
+        command = [sys.executable, "-P", "-m", "quire.runtime.executors.rank_process", *said]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self._links.append(ours)
         self._processes.append(process)

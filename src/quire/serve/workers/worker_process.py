@@ -55,7 +55,7 @@ class WorkerProcess:
             self._control, control_end = socket.socketpair()
             self._way, way_end = socket.socketpair()
             ends = [theirs.enter_context(end).fileno() for end in (control_end, way_end)]
-            command = [sys.executable, "-m", MODULE, *map(str, ends), str(os.getpid()), str(directory)]
+            command = [sys.executable, "-P", "-m", MODULE, *map(str, ends), str(os.getpid()), str(directory)]
             try:
                 self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=ends)
             except OSError as error:  # for want of memory, processes or descriptors
