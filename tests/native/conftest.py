@@ -16,7 +16,7 @@ def pytest_configure(config):
         library.load = lambda: opened
 
 
-@pytest.fixture(scope="session", params=["amx", "avx512", "avx2", "i8mm", "neon", "base"])
+@pytest.fixture(scope="session", params=["amx", "avx512", "avx512bw", "avx2", "i8mm", "neon", "base"])
 def isa(request):
     """Each kernel set, where the host has it."""
     if reason := library.available():

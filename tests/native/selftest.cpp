@@ -371,8 +371,8 @@ void test_pool() {
 
 int main() {
   const Kernels& plain = *kernels_base();
-  for (const Kernels* fast : {kernels_base(), kernels_avx2(), kernels_avx512(), kernels_amx(), kernels_neon(),
-                              kernels_i8mm()}) {
+  for (const Kernels* fast : {kernels_base(), kernels_avx2(), kernels_avx512bw(), kernels_avx512(), kernels_amx(),
+                              kernels_neon(), kernels_i8mm()}) {
     if (!fast) continue;
     test_gemm(*fast, plain);
     test_rows(*fast, plain);

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from native_harness import packed
+from native_harness import HALVES, packed
 
 from quire.kernels.cpu import Store
 from quire.kernels.cpu import plain_twin as twin
 from quire.kernels.cpu.matrix_packing import AS_BYTES, BYTE, INSTEAD
-from quire.kernels.reference.dequant import dequantize
+from quire.kernels.reference.dequant import FORMATS, dequantize
 
 EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 FLOATS = ("F16", "BF16", "F32")
@@ -74,6 +74,23 @@ def test_zeros_and_extremes(isa):
     assert torch.isfinite(got).all()
 
 
+@pytest.mark.parametrize("kind", EXACT)
+def test_the_largest_products_fit_where_they_are_added(isa, kind):
+    """All quants as large as can be, whatever their bits mean, times the largest inputs of either sign."""
+    generator = torch.Generator().manual_seed(6)
+    for byte in (0x00, 0x7F, 0x80, 0xFF):
+        matrix, raw = packed(kind, 16, 256, generator)
+        blocks = raw.view(-1, FORMATS[kind][1])
+        factors = [at + i for at in HALVES[kind] for i in (0, 1)] or [0]
+        kept = blocks[:, factors]
+        blocks.fill_(byte)
+        blocks[:, factors] = kept
+        matrix.fill(raw)
+        x = torch.tensor([[1.0] * 256, [-1.0] * 256])
+        got, want = matrix.linear(x, isa), twin.linear(matrix, x)
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
 @pytest.mark.parametrize(
     ("kind", "columns"),
     [
@@ -93,12 +110,12 @@ def test_a_row_does_not_depend_on_its_neighbours(isa, kind, columns):
 
 @pytest.mark.parametrize("kind", EXACT)
 def test_sets_of_one_host_agree(isa, kind):
-    """AVX-512 and AMX give the same bits; others the same numbers."""
+    """AVX-512 with VNNI and without, and AMX, give the same bits; others the same numbers."""
     from quire.kernels.cpu import features
 
     matrix, _ = packed(kind, 64, 512, torch.Generator().manual_seed(4))
     x = torch.randn(43, 512, generator=torch.Generator().manual_seed(5))
     best, this = matrix.linear(x, features()[0]), matrix.linear(x, isa)
     assert torch.allclose(best, this, rtol=1e-3, atol=1e-3 * best.abs().max().item())
-    if {isa, features()[0]} == {"amx", "avx512"}:
+    if {isa, features()[0]} <= {"amx", "avx512", "avx512bw"}:
         assert torch.equal(best, this)

@@ -13,7 +13,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#define QUIRE_INLINE inline __attribute__((always_inline))  // in inner loops, which compilers find too large
+// In inner loops, which compilers find too large; a call among vectors also costs all registers that hold them.
+#define QUIRE_INLINE inline __attribute__((always_inline))
 
 namespace quire {
 
@@ -31,15 +32,17 @@ struct Form {
 
   // Bytes of a block's quants; of a run's factors (or scales and minima), what lies before its quants, all of it; and of its
   // scales behind all runs.
-  constexpr size_t quant_bytes() const { return size_t(bits) * 64; }
-  constexpr size_t factor_bytes() const { return minima ? 64 : 0; }
-  constexpr size_t head_bytes() const { return run == 1 ? 0 : factor_bytes() + integers * kLanes; }
-  constexpr size_t run_bytes() const { return head_bytes() + run * quant_bytes() + (run == 1 ? factor_bytes() : 0); }
-  constexpr size_t behind_bytes() const { return minima ? 0 : size_t(scale_bytes) * kLanes; }
+  QUIRE_INLINE constexpr size_t quant_bytes() const { return size_t(bits) * 64; }
+  QUIRE_INLINE constexpr size_t factor_bytes() const { return minima ? 64 : 0; }
+  QUIRE_INLINE constexpr size_t head_bytes() const { return run == 1 ? 0 : factor_bytes() + integers * kLanes; }
+  QUIRE_INLINE constexpr size_t run_bytes() const {
+    return head_bytes() + run * quant_bytes() + (run == 1 ? factor_bytes() : 0);
+  }
+  QUIRE_INLINE constexpr size_t behind_bytes() const { return minima ? 0 : size_t(scale_bytes) * kLanes; }
   // Where these of block b are, from the beginning of its group on.
-  constexpr size_t head_at(int b) const { return b / run * run_bytes(); }
-  constexpr size_t quants_at(int b) const { return head_at(b) + head_bytes() + b % run * quant_bytes(); }
-  constexpr size_t integers_at(int b) const { return head_at(b) + factor_bytes(); }
+  QUIRE_INLINE constexpr size_t head_at(int b) const { return b / run * run_bytes(); }
+  QUIRE_INLINE constexpr size_t quants_at(int b) const { return head_at(b) + head_bytes() + b % run * quant_bytes(); }
+  QUIRE_INLINE constexpr size_t integers_at(int b) const { return head_at(b) + factor_bytes(); }
 };
 
 enum FormId : int32_t { kByte, kNibble, kFive, kSixK, kFiveK, kFourK, kThreeK, kTwoK, kMxFour };
@@ -55,15 +58,17 @@ struct Matrix {
   int32_t n, k;
   FormId form;
 
-  const Form& how() const { return kForms[form]; }
-  int blocks() const { return k / kBlock; }
-  int groups() const { return (n + kLanes - 1) / kLanes; }
-  size_t runs_bytes() const { return blocks() / how().run * how().run_bytes(); }
-  size_t group_bytes() const { return runs_bytes() + (blocks() / how().run * how().behind_bytes() + 63) / 64 * 64; }
-  const uint8_t* group(int g) const { return data + g * group_bytes(); }
-  const uint8_t* integers(int g, int b) const { return group(g) + how().integers_at(b); }
-  const uint8_t* quants(int g, int b) const { return group(g) + how().quants_at(b); }
-  const uint8_t* scales(int g, int b) const {  // or factors; and minima
+  QUIRE_INLINE const Form& how() const { return kForms[form]; }
+  QUIRE_INLINE int blocks() const { return k / kBlock; }
+  QUIRE_INLINE int groups() const { return (n + kLanes - 1) / kLanes; }
+  QUIRE_INLINE size_t runs_bytes() const { return blocks() / how().run * how().run_bytes(); }
+  QUIRE_INLINE size_t group_bytes() const {
+    return runs_bytes() + (blocks() / how().run * how().behind_bytes() + 63) / 64 * 64;
+  }
+  QUIRE_INLINE const uint8_t* group(int g) const { return data + g * group_bytes(); }
+  QUIRE_INLINE const uint8_t* integers(int g, int b) const { return group(g) + how().integers_at(b); }
+  QUIRE_INLINE const uint8_t* quants(int g, int b) const { return group(g) + how().quants_at(b); }
+  QUIRE_INLINE const uint8_t* scales(int g, int b) const {  // or factors; and minima
     if (!how().minima) return group(g) + runs_bytes() + b / how().run * how().behind_bytes();
     return group(g) + how().head_at(b) + (how().run == 1 ? how().quant_bytes() : 0);
   }
@@ -78,11 +83,11 @@ struct Rows {
                     // unsigned have added too much
   int32_t k;
 
-  int blocks() const { return k / kBlock; }
-  size_t place(int row, int block) const { return (size_t(row / 16) * blocks() + block) * 16; }
-  int8_t* quants(int row, int block) const { return q + (place(row, block) + row % 16) * kBlock; }
-  float* scale(int row, int block) const { return factors + place(row, block) * 3 + row % 16; }
-  int32_t* excesses(int row, int block) const { return excess + place(row, block) * 3 + row % 16; }
+  QUIRE_INLINE int blocks() const { return k / kBlock; }
+  QUIRE_INLINE size_t place(int row, int block) const { return (size_t(row / 16) * blocks() + block) * 16; }
+  QUIRE_INLINE int8_t* quants(int row, int block) const { return q + (place(row, block) + row % 16) * kBlock; }
+  QUIRE_INLINE float* scale(int row, int block) const { return factors + place(row, block) * 3 + row % 16; }
+  QUIRE_INLINE int32_t* excesses(int row, int block) const { return excess + place(row, block) * 3 + row % 16; }
 };
 
 // Where a multiplication puts its results.
@@ -94,7 +99,7 @@ struct Out {
   int32_t row, group;  // what data[0] is
   float scale = 1.0f;  // of the product and its bias, before that
 
-  float* at(int m, int g) const { return data + size_t(m - row) * stride + size_t(g - group) * kLanes; }
+  QUIRE_INLINE float* at(int m, int g) const { return data + size_t(m - row) * stride + size_t(g - group) * kLanes; }
 };
 
 // Groups [g0, g1) of a matrix to multiply by.

@@ -160,28 +160,20 @@ constexpr int kUnpack = 8;
 
 #include "forms.h"
 
-// Products of quads [I, I + Count) with one row, as many as fit 16 bits added there. Of signed quants: |w| times x with w's
-// sign; two of 8 bits fit because x is never -128.
+inline vi neighbours(vh pairs, int16_t each) { return (vi)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(each)); }
+#include "pairs.h"
+
+// Products of quads [I, I + Count) with one row. Of signed quants: |w| times x with w's sign; two of 8 bits fit because x is
+// never -128.
 template <FormId Id, int I, int Count>
 QUIRE_INLINE __m256i dot(const __m256i* w, const int8_t* x) {
-  constexpr bool has_sign = Id == kByte || Id == kMxFour;
-  constexpr int stored = kForms[Id].bits, fit = stored <= 4 ? 8 : stored == 5 ? 4 : stored == 6 ? 2 : 1;
-  const __m256i ones = _mm256_set1_epi16(1);
-  __m256i total = _mm256_setzero_si256();
-#pragma GCC unroll 8
-  for (int i = I; i < I + Count; i += fit) {
-    __m256i pairs = _mm256_setzero_si256();
-#pragma GCC unroll 8
-    for (int j = i; j < i + fit && j < I + Count; j++) {
-      __m256i quad = _mm256_set1_epi32(reinterpret_cast<const int32_t*>(x)[j]);
-      __m256i product = has_sign ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), _mm256_sign_epi8(quad, w[j]))
-                                 : _mm256_maddubs_epi16(w[j], quad);
-      pairs = j == i ? product : _mm256_add_epi16(pairs, product);
-    }
-    pairs = _mm256_madd_epi16(pairs, ones);
-    total = i == I ? pairs : _mm256_add_epi32(total, pairs);
-  }
-  return total;
+  const auto product = [&](int i) {
+    const __m256i quad = _mm256_set1_epi32(reinterpret_cast<const int32_t*>(x)[i]);
+    constexpr bool has_sign = Id == kByte || Id == kMxFour;
+    return (vh)(has_sign ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[i]), _mm256_sign_epi8(quad, w[i]))
+                         : _mm256_maddubs_epi16(w[i], quad));
+  };
+  return (__m256i)add_products<pairs_that_fit(kForms[Id].bits), I, Count>(product);
 }
 
 // A dot product of a half of a block, less what quants that were made unsigned have added.
@@ -193,8 +185,8 @@ QUIRE_INLINE __m256i half_dot(const __m256i* w, const int8_t* x, const int32_t* 
 }
 
 // R rows from m on, within one tile of 16; outputs 8 * half .. of group g.
-template <int R, typename Source>
-void tile(Source from, int g, int half, Rows x, int m, Out out) {
+template <int R, int half, typename Source>
+void tile(Source from, int g, Rows x, int m, Out out) {
   constexpr int last = Source::halves;
   vf acc[R];
 #pragma GCC unroll 4
@@ -233,20 +225,21 @@ void tile(Source from, int g, int half, Rows x, int m, Out out) {
   }
 }
 
-template <typename Source>
-void rows(Source from, int g, int half, Rows x, int m0, int m1, Out out) {
+template <int half, typename Source>
+void rows(Source from, int g, Rows x, int m0, int m1, Out out) {
   int m = m0;
-  for (; m + 4 <= m1; m += 4) tile<4>(from, g, half, x, m, out);
+  for (; m + 4 <= m1; m += 4) tile<4, half>(from, g, x, m, out);
   switch (m1 - m) {
-    case 3: return tile<3>(from, g, half, x, m, out);
-    case 2: return tile<2>(from, g, half, x, m, out);
-    case 1: return tile<1>(from, g, half, x, m, out);
+    case 3: return tile<3, half>(from, g, x, m, out);
+    case 2: return tile<2, half>(from, g, x, m, out);
+    case 1: return tile<1, half>(from, g, x, m, out);
   }
 }
 
 void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
   each_group(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) {
-    for (int half = 0; half < 2; half++) rows(from, g, half, x, m0, m1, out);
+    rows<0>(from, g, x, m0, m1, out);
+    rows<1>(from, g, x, m0, m1, out);
   });
 }
 

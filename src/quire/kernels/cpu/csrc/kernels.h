@@ -199,6 +199,7 @@ struct Kernels {
 
 const Kernels* kernels_base();
 const Kernels* kernels_avx2();    // null where the build or the host lacks it
+const Kernels* kernels_avx512bw();
 const Kernels* kernels_avx512();
 const Kernels* kernels_amx();
 const Kernels* kernels_neon();

@@ -19,7 +19,7 @@ using namespace quire;
 namespace {
 
 const Kernels* by_place(int i) {
-  const Kernels* all[] = {kernels_amx(), kernels_avx512(), kernels_avx2(),
+  const Kernels* all[] = {kernels_amx(), kernels_avx512(), kernels_avx512bw(), kernels_avx2(),
                           kernels_i8mm(), kernels_neon(), kernels_base()};
   int seen = 0;
   for (const Kernels* k : all)

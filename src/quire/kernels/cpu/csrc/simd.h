@@ -7,6 +7,7 @@ typedef float vf __attribute__((vector_size(4 * QUIRE_WIDTH)));
 typedef float vf_unaligned __attribute__((vector_size(4 * QUIRE_WIDTH), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(4 * QUIRE_WIDTH)));
 typedef uint32_t vu __attribute__((vector_size(4 * QUIRE_WIDTH)));
+typedef int16_t vh __attribute__((vector_size(4 * QUIRE_WIDTH)));
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
 
 inline vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
