@@ -18,6 +18,7 @@ HEAD_SECONDS = 30.0  # from the first byte of a request (or the connection) to t
 HEAD_PIECE = 8192  # bytes of a head that are parsed in one go; the parser copies a header's with each
 PIECE = 1024  # ... of chunks
 TURN = 64  # calls to and from the parser in one turn of the loop, for one connection; a piece may go beyond
+MAX_HELD = 1 << 16  # bytes of a body before they are sent within a turn
 TOO_LARGE = "the request line and headers are larger than {} bytes"
 
 
@@ -25,13 +26,14 @@ class Body:
     """The body of a response under way, written to the transport without the layers of an application between: what
     starts and ends it goes through them as usual. In the request's scope as `quire.body`."""
 
-    __slots__ = ("_cycle", "_data", "_flow", "_outbox")
+    __slots__ = ("_chunks", "_cycle", "_flow", "_outbox", "_size")
 
     def __init__(self, cycle: RequestResponseCycle, outbox: Outbox):
         self._cycle = weakref.ref(cycle)  # whose scope holds this: not to be garbage that only a collector finds
         self._flow = cycle.flow
         self._outbox = outbox
-        self._data = b""
+        self._chunks: list[bytes] = []
+        self._size = 0
 
     @property
     def open(self) -> bool:
@@ -56,20 +58,20 @@ class Body:
         await self._flow.drain()
 
     def write(self, data: bytes) -> None:
-        """One chunk, which leaves when all that can run now has run. A client that is gone is not told: `receive` says
-        that it is."""
-        chunk = b"%x\r\n%b\r\n" % (len(data), data)
-        if self._data:
-            self._data += chunk
-        else:
-            self._data = chunk
+        """One chunk, which leaves when all that can run now has run, or when there are MAX_HELD bytes, so that a reader
+        that lags is noticed. A client that is gone is not told: `receive` says that it is."""
+        if not self._chunks:
             self._outbox.add(self)
+        self._chunks.append(b"%x\r\n%b\r\n" % (len(data), data))
+        self._size += len(data)
+        if self._size >= MAX_HELD:
+            self.flush()
 
     def flush(self) -> None:
         """Send what was written, before anything else is sent."""
-        data, self._data = self._data, b""
-        if data and (cycle := self._cycle()) is not None and not self.gone:
-            cycle.transport.write(data)
+        chunks, self._chunks, self._size = self._chunks, [], 0
+        if chunks and (cycle := self._cycle()) is not None and not self.gone:
+            cycle.transport.write(b"".join(chunks))
 
 
 class Outbox:
