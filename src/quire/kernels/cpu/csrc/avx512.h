@@ -1,5 +1,5 @@
 // What both sets of AVX-512 share: vectors, unpacking, products. Included by each in its namespace, after `kMxOffset` (what
-// makes MXFP4's numbers unsigned: 128 or 16); each defines `dot` behind it. Refuses to know: how bytes are multiplied.
+// makes MXFP4's numbers unsigned: 128 or 16); each defines `dots` behind it. Refuses to know: how bytes are multiplied.
 
 #define QUIRE_WIDTH 16
 inline __m512 fma(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
@@ -135,22 +135,6 @@ QUIRE_INLINE void load_block(const uint8_t* p, __m512i* w) {
   }
 }
 
-// Unpacked bytes are unsigned already.
-template <typename Source>
-QUIRE_INLINE void load_quads(const uint8_t* p, __m512i* w) {
-  if constexpr (!Source::bytes) return load_block<Source::id>(p, w);
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) w[i] = _mm512_load_si512(p + 64 * i);
-}
-
-template <FormId Id>
-inline void unpack_block(const uint8_t* from, uint8_t* to) {
-  __m512i w[8];
-  load_block<Id>(from, w);
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) _mm512_store_si512(to + 64 * i, w[i]);
-}
-
 // What is added to dot products of a row: less what quants that were made unsigned have added; of a half, if halves are apart.
 template <FormId Id>
 QUIRE_INLINE __m512i less_excess(const int32_t* excess, int half) {
@@ -164,78 +148,127 @@ QUIRE_INLINE __m512i less_excess(const int32_t* excess, int half) {
   return _mm512_setzero_si512();
 }
 
-// Products of quads [I, I + Count) of a block with one row, from `less_excess` on.
-template <FormId Id, int I, int Count>
-__m512i dot(const __m512i* w, const int32_t* quads, const int32_t* excess);
+// Products of quads [I, I + Count) of a block with each of R rows, from `less_excess` on.
+template <FormId Id, int I, int Count, int R>
+void dots(const __m512i* w, const int8_t* x, const int32_t* excess, __m512i* to);
 
-constexpr int kUnpack = 64;
+constexpr int kUnpack = INT32_MAX;  // never: rows of a large tile share one unpacking, in registers
 
 #include "forms.h"
 
-// How an integer dot product enters a sum, and how those of a block whose halves have scales of their own do.
-QUIRE_INLINE __m512 accumulate(__m512 acc, __m512i dot, __m512 scale, float factor) {
-  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(factor)), acc);
+// acc + a * b, in the register that acc is in: compilers choose another, and move all of them once a block.
+QUIRE_INLINE __m512 multiply_add(__m512 acc, __m512 a, __m512 b) {
+  asm("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+  return acc;
 }
-QUIRE_INLINE __m512 add_halves(__m512 acc, __m512 one, __m512 two, __m512 first, __m512 second, __m512 factor) {
-  return _mm512_fmadd_ps(_mm512_fmadd_ps(two, second, _mm512_mul_ps(one, first)), factor, acc);
+QUIRE_INLINE __m512 multiply_add(__m512 acc, __m512 a, const float& b) {
+  asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(a), "m"(b));
+  return acc;
 }
 
 constexpr int kAhead = 2560;  // bytes: weights stream from memory, and are asked for this early
+constexpr int kFew = 4;  // rows whose products wait for memory
 
-// What minima add to a row.
+// How an integer dot product enters a sum, and what minima add to it.
+QUIRE_INLINE __m512 accumulate(__m512 acc, __m512i dot, __m512 scale, float factor) {
+  return multiply_add(acc, _mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(factor)));
+}
 template <typename Source>
 QUIRE_INLINE __m512 add_minima(__m512 acc, __m512 first, __m512 second, const float* factors) {
   if constexpr (!Source::minima) return acc;
-  acc = _mm512_fmadd_ps(second, _mm512_set1_ps(factors[16]), acc);
-  return Source::halves ? _mm512_fmadd_ps(_mm512_sub_ps(first, second), _mm512_set1_ps(factors[32]), acc) : acc;
+  acc = multiply_add(acc, second, factors[16]);
+  return Source::halves ? multiply_add(acc, _mm512_sub_ps(first, second), factors[32]) : acc;
 }
 
-// R rows from m on, within one tile of 16.
+// The next group's weights are asked for by all tiles of rows of this one together, a block's each time as many blocks have
+// passed as there are tiles. A tile that is alone asks for what is a little further on.
+struct Next {
+  const uint8_t* at;
+  int tiles, left;
+
+  Next(const uint8_t* group, const uint8_t* end, int tiles) : at(tiles > 1 ? end : group + kAhead), tiles(tiles), left(tiles) {}
+  template <int Lines>
+  QUIRE_INLINE void fetch() {
+    if (--left) return;
+    left = tiles;
+#pragma GCC unroll 16
+    for (int i = 0; i < Lines; i++) __builtin_prefetch(at + 64 * i, 0, 2);
+    at += 64 * Lines;
+  }
+};
+
+// A block's products with R rows, scaled, on top of `acc`.
 template <int R, typename Source>
-void tile(Source from, int g, Rows x, int m, Out out, bool first) {
+QUIRE_INLINE void add_block(const Source& from, int b, const __m512i* w, const int8_t* xq, const float* factors,
+                            const int32_t* excess, __m512* acc) {
+  const __m512 scale = from.scale(b, 0), minimum = from.minimum(b, 0);
+  __m512i dot[R];
+  if constexpr (Source::halves) {
+    __m512 first[R];
+    dots<Source::id, 0, 4, R>(w, xq, excess, dot);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) first[r] = _mm512_mul_ps(_mm512_cvtepi32_ps(dot[r]), scale);
+    dots<Source::id, 4, 4, R>(w, xq, excess, dot);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const __m512 both = multiply_add(first[r], _mm512_cvtepi32_ps(dot[r]), from.scale(b, 0, 1));
+      acc[r] = add_minima<Source>(multiply_add(acc[r], both, factors[r]), minimum, from.minimum(b, 0, 1), factors + r);
+    }
+  } else {
+    dots<Source::id, 0, 8, R>(w, xq, excess, dot);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+      acc[r] = add_minima<Source>(accumulate(acc[r], dot[r], scale, factors[r]), minimum, minimum, factors + r);
+  }
+}
+
+// Times * R rows from m on, within one tile of 16. Sums of R rows stay in registers; of more they lie in the cache, where R of
+// them at a time are added to while a block's weights, unpacked once, stay in registers.
+template <int R, int Times, typename Source>
+QUIRE_INLINE void tile(Source from, int g, Rows x, int m, Out out, Next& next) {
   const int8_t* xq = x.quants(m, 0);
   const float* factors = x.scale(m, 0);
   const int32_t* excess = x.excesses(m, 0);
-  constexpr int last = Source::halves;
-  __m512 acc[R];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
-  for (int b = 0; b < x.blocks(); b++, xq += 512, factors += 48, excess += 48) {
+  const bool alone = R <= kFew && next.tiles == 1;
+  Next coming = next;
+  __m512 acc[Times * R];
+#pragma GCC unroll 16
+  for (int r = 0; r < Times * R; r++) acc[r] = _mm512_setzero_ps();
+  for (int b = 0, blocks = x.blocks(); b < blocks; b++, xq += 512, factors += 48, excess += 48) {
     from.enter(b);
-    __m512i v[8];
-    load_quads<Source>(from.quants(b), v);
-    if (first) from.template fetch<kAhead>(b);  // later tiles of the same weights find them in the cache
-    const __m512 scale = from.scale(b, 0), minimum = from.minimum(b, 0, last);
-    const __m512 scale2 = last ? from.scale(b, 0, 1) : scale, first_minimum = last ? from.minimum(b, 0) : minimum;
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      const int32_t* quads = reinterpret_cast<const int32_t*>(xq + r * kBlock);
-      if constexpr (Source::halves) {
-        const __m512 one = _mm512_cvtepi32_ps(dot<Source::id, 0, 4>(v, quads, excess + r));
-        const __m512 two = _mm512_cvtepi32_ps(dot<Source::id, 4, 4>(v, quads, excess + r));
-        acc[r] = add_halves(acc[r], one, two, scale, scale2, _mm512_set1_ps(factors[r]));
-      } else {
-        acc[r] = accumulate(acc[r], dot<Source::id, 0, 8>(v, quads, excess + r), scale, factors[r]);
-      }
-      acc[r] = add_minima<Source>(acc[r], first_minimum, minimum, factors + r);
-    }
+    __m512i w[8];
+    load_block<Source::id>(from.quants(b), w);
+    if (alone) from.template fetch<kAhead>(b);
+    else coming.fetch<Source::form.block_lines()>();
+#pragma GCC unroll 2
+    for (int i = 0; i < Times * R; i += R)
+      add_block<R>(from, b, w, xq + i * kBlock, factors + i, excess + i, acc + i);
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++) finish(out, m + r, g, acc[r]);
+  next = coming;
+#pragma GCC unroll 16
+  for (int r = 0; r < Times * R; r++) finish(out, m + r, g, acc[r]);
+}
+
+// Not inlined: beside others it would have too few registers.
+template <int R, int Times, typename Source>
+__attribute__((noinline)) void large_tile(Source from, int g, Rows x, int m, Out out, Next& next) {
+  tile<R, Times>(from, g, x, m, out, next);
 }
 
 template <typename Source>
-void rows(Source from, int g, Rows x, int m0, int m1, Out out) {
-  int m = m0;
-  for (; m + 8 <= m1; m += 8) tile<8>(from, g, x, m, out, m == m0);
+void rows(Source from, int g, Rows x, int m, int m1, Out out) {
+  const int count = m1 - m;
+  Next next(from.group, from.end, count / 16 + (count % 16 + 7) / 8);
+  for (; m + 16 <= m1; m += 16) large_tile<8, 2>(from, g, x, m, out, next);
+  if (m + 8 <= m1) large_tile<8, 1>(from, g, x, m, out, next), m += 8;
   switch (m1 - m) {
-    case 7: return tile<7>(from, g, x, m, out, m == m0);
-    case 6: return tile<6>(from, g, x, m, out, m == m0);
-    case 5: return tile<5>(from, g, x, m, out, m == m0);
-    case 4: return tile<4>(from, g, x, m, out, m == m0);
-    case 3: return tile<3>(from, g, x, m, out, m == m0);
-    case 2: return tile<2>(from, g, x, m, out, m == m0);
-    case 1: return tile<1>(from, g, x, m, out, m == m0);
+    case 7: return large_tile<7, 1>(from, g, x, m, out, next);
+    case 6: return large_tile<6, 1>(from, g, x, m, out, next);
+    case 5: return large_tile<5, 1>(from, g, x, m, out, next);
+    case 4: return tile<4, 1>(from, g, x, m, out, next);
+    case 3: return tile<3, 1>(from, g, x, m, out, next);
+    case 2: return tile<2, 1>(from, g, x, m, out, next);
+    case 1: return tile<1, 1>(from, g, x, m, out, next);
   }
 }
 

@@ -39,6 +39,8 @@ struct Form {
     return head_bytes() + run * quant_bytes() + (run == 1 ? factor_bytes() : 0);
   }
   QUIRE_INLINE constexpr size_t behind_bytes() const { return minima ? 0 : size_t(scale_bytes) * kLanes; }
+  // Lines of the cache that a block takes, its share of all that is beside its quants counted in.
+  QUIRE_INLINE constexpr int block_lines() const { return int((run_bytes() + behind_bytes() + 64 * run - 1) / (64 * run)); }
   // Where these of block b are, from the beginning of its group on.
   QUIRE_INLINE constexpr size_t head_at(int b) const { return b / run * run_bytes(); }
   QUIRE_INLINE constexpr size_t quants_at(int b) const { return head_at(b) + head_bytes() + b % run * quant_bytes(); }

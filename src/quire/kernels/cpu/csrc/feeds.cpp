@@ -19,9 +19,10 @@ float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 }  // namespace
 
-void Feeds::Jobs::add(const Mlp& mlp, int m0, int m1, int units) {
-  list.push_back({&mlp, m0, m1, items});
-  items += units * pieces(m1 - m0, kRowChunk);
+void Feeds::Jobs::add(const Mlp& mlp, int m0, int m1, int units, const Matrix& by) {
+  const int chunk = row_chunk(by.k);
+  list.push_back({&mlp, m0, m1, items, chunk});
+  items += units * pieces(m1 - m0, chunk);
 }
 
 const Feeds::Job& Feeds::Jobs::of(int item) const {
@@ -32,8 +33,8 @@ const Feeds::Job& Feeds::Jobs::of(int item) const {
 // Row chunks innermost: they find the weights in the cache.
 Feeds::Part Feeds::part_of(const Jobs& jobs, int item) {
   const Job& job = jobs.of(item);
-  const int chunks = pieces(job.m1 - job.m0, kRowChunk), at = item - job.first, m0 = job.m0 + at % chunks * kRowChunk;
-  return {*job.mlp, at / chunks, m0, std::min(m0 + kRowChunk, job.m1)};
+  const int chunks = pieces(job.m1 - job.m0, job.chunk), at = item - job.first, m0 = job.m0 + at % chunks * job.chunk;
+  return {*job.mlp, at / chunks, m0, std::min(m0 + job.chunk, job.m1)};
 }
 
 void Feeds::begin(const Widths& most) {
@@ -91,7 +92,7 @@ void Feeds::mlp(const Mlp& a, int layer, Rows x, const Norm& post, Worker& w) {
   into.add(&AdapterLayer::up);
   const Adapted out(layer, &AdapterLayer::down);
   Jobs whole;
-  whole.add(a, 0, c_.step->tokens, a.width / kBlock);
+  whole.add(a, 0, c_.step->tokens, a.width / kBlock, a.up.w);
   Rows gated = gated_;
   gated.k = a.width;
   up(whole, x, gated, w, &into);
@@ -133,8 +134,8 @@ void Feeds::experts(const Experts& a, const Norm& post, const Normed& x, Worker&
   shared.k = a.shared.width;
   Jobs beside, beside_down;
   if (a.shared.up) {
-    beside.add(a.shared, 0, tokens, a.shared.width / kBlock);
-    beside_down.add(a.shared, 0, tokens, down_units(a.shared));
+    beside.add(a.shared, 0, tokens, a.shared.width / kBlock, a.shared.up.w);
+    beside_down.add(a.shared, 0, tokens, down_units(a.shared), a.shared.down.w);
   }
   up(up_jobs_, sorted_, gated, w);
   up(beside, x.rows, shared, w);
@@ -203,8 +204,9 @@ void Feeds::sort(const Experts& a) {
   for (int e = 0, row = 0; e < a.count; e++) {
     if (!count[e]) continue;
     next[e] = row;
-    up_jobs_.add(a.expert[e], row, row + count[e], a.expert[e].width / kBlock);
-    down_jobs_.add(a.expert[e], row, row + count[e], down_units(a.expert[e]));
+    const Mlp& mlp = a.expert[e];
+    up_jobs_.add(mlp, row, row + count[e], mlp.width / kBlock, mlp.up.w);
+    down_jobs_.add(mlp, row, row + count[e], down_units(mlp), mlp.down.w);
     row = pieces(row + count[e], kTile) * kTile;
   }
   for (int i = 0; i < pairs; i++) place_[i] = next[chosen_[i]]++;

@@ -26,13 +26,13 @@ class Feeds {
  private:
   struct Job {  // rows [m0, m1) through one MLP, `units` parts of it for every chunk of rows, numbered from `first` on
     const Mlp* mlp;
-    int m0, m1, first;
+    int m0, m1, first, chunk;
   };
   struct Jobs {
     std::vector<Job> list;
     int items = 0;
 
-    void add(const Mlp& mlp, int m0, int m1, int units);
+    void add(const Mlp& mlp, int m0, int m1, int units, const Matrix& by);
     const Job& of(int item) const;
   };
   struct Part {  // of a job: which unit, which rows

@@ -1,6 +1,6 @@
 // How a matrix keeps its weights as a type, and its scales as floats. Included once per instruction set, inside its
 // namespace, after simd.h and of the instruction set: `bytes_to_floats` (kZero too large), `kUnit` (what one step of its 6-bit
-// quants is), `unpack_block` and `kUnpack` (rows from which on a group is unpacked first). Refuses to know: products.
+// quants is) and `kUnpack` (rows from which on a group is unpacked first, by `unpack_block`). Refuses to know: products.
 
 template <FormId Id>
 struct FormOf {
@@ -37,12 +37,13 @@ constexpr int kVectors = kLanes / W;
 // A group as it is packed. `enter` is called with every block in turn. Given by value, so that scales stay in registers.
 template <typename F>
 struct Packed : F {
-  const uint8_t* group;
+  const uint8_t *group, *end;
   const uint8_t* first;      // scales of the first run
   vf factors[2][kVectors];   // of the run: of scales, and of minima
   vf scales[2][kVectors], minima_[2][kVectors];  // of the block's halves
 
-  Packed(const Matrix& w, int g) : group(w.group(g)), first(w.scales(g, 0)) {}
+  Packed(const Matrix& w, int g) : Packed(w.group(g), w.group_bytes(), w.scales(g, 0) - w.group(g)) {}
+  Packed(const uint8_t* group, size_t bytes, size_t scales_at) : group(group), end(group + bytes), first(group + scales_at) {}
   QUIRE_INLINE const uint8_t* quants(int b) const { return group + F::form.quants_at(b); }
   QUIRE_INLINE const uint16_t* halves_of(int b) const {
     const uint8_t* at = !F::minima  ? first + b / F::run * F::form.behind_bytes()
@@ -92,7 +93,7 @@ struct Packed : F {
     const uint8_t* next = quants(b) + (F::run == 1 ? Ahead : runs * run);
 #pragma GCC unroll 8
     for (int i = 0; i < lines; i++) __builtin_prefetch(next + 64 * i, 0, level);
-    if (b % 8 < heads) __builtin_prefetch(group + F::form.head_at(b + 8 * runs) + b % 8 * 64);
+    if (heads && b % 8 < heads) __builtin_prefetch(group + F::form.head_at(b + 8 * runs) + b % 8 * 64);
   }
 
  private:
@@ -104,6 +105,9 @@ struct Packed : F {
     for (int i = 0; i < kVectors; i++) to[i] = (each[i] - zero) * factors[i];
   }
 };
+
+template <FormId Id>
+void unpack_block(const uint8_t* from, uint8_t* to);
 
 // A group unpacked into scratch (see `scratch_bytes`): quants as bytes, scales and minima as floats.
 template <typename F>
@@ -137,16 +141,20 @@ void each_group(const Piece* pieces, int count, int rows, Scratch scratch, Multi
   for (const Piece* p = pieces; p < pieces + count; p++)
     with_form(*p->w, [&](auto form) {
       using F = decltype(form);
-      constexpr bool as_packed = F::bits == 4 || F::bits == 8;  // bytes, or next to them
-      for (int g = p->g0; g < p->g1; g++) {
-        Packed<F> from(*p->w, g);
-        if (as_packed || rows < kUnpack) {
-          multiply(from, g, p->out);
-          continue;
+      constexpr bool as_packed = kUnpack == INT32_MAX || F::bits == 4 || F::bits == 8;  // bytes, or next to them
+      const size_t bytes = p->w->group_bytes(), scales_at = p->w->scales(0, 0) - p->w->group(0);
+      const uint8_t* group = p->w->group(p->g0);
+      for (int g = p->g0; g < p->g1; g++, group += bytes) {
+        Packed<F> from(group, bytes, scales_at);
+        if constexpr (!as_packed) {
+          if (rows >= kUnpack) {
+            const Unpacked<F> to(scratch, p->w->blocks());
+            for (int b = 0; b < p->w->blocks(); b++) to.put(from, b);
+            multiply(to, g, p->out);
+            continue;
+          }
         }
-        const Unpacked<F> to(scratch, p->w->blocks());
-        for (int b = 0; b < p->w->blocks(); b++) to.put(from, b);
-        multiply(to, g, p->out);
+        multiply(from, g, p->out);
       }
     });
 }

@@ -26,19 +26,29 @@ constexpr int kMxOffset = 128;
 
 // acc + w . x of four neighbours each, x the same for all: one instruction, which compilers take two for.
 QUIRE_INLINE __m512i add_dots(__m512i acc, __m512i w, const int32_t* x) {
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*x));
+  asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*x));
   return acc;
 }
 
-template <FormId Id, int I, int Count>
-QUIRE_INLINE __m512i dot(const __m512i* w, const int32_t* quads, const int32_t* excess) {
-  __m512i one = less_excess<Id>(excess, I / 4), two = Count == 8 ? less_excess<Id>(excess, 1) : _mm512_setzero_si512();
-#pragma GCC unroll 4
-  for (int i = I; i < I + 4; i++) {
-    one = add_dots(one, w[i], quads + i);
-    if (Count == 8) two = add_dots(two, w[i + 4], quads + i + 4);
-  }
-  return Count == 8 ? _mm512_add_epi32(one, two) : one;
+// Row after row within each quad: an instruction waits five cycles for the one of its own row before it, and as few as are under
+// way let the processor see what is behind them. Of few rows each has two sums, which need not wait for each other.
+template <FormId Id, int I, int Count, int R>
+QUIRE_INLINE void dots(const __m512i* w, const int8_t* x, const int32_t* excess, __m512i* to) {
+  constexpr int sums = R <= kFew && Count == 8 ? 2 : 1, quads = Count / sums;
+  __m512i more[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) to[r] = less_excess<Id>(excess + r, I / 4), more[r] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+  for (int i = I; i < I + quads; i++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const int32_t* at = reinterpret_cast<const int32_t*>(x + r * kBlock) + i;
+      to[r] = add_dots(to[r], w[i], at);
+      if (sums == 2) more[r] = add_dots(more[r], w[i + quads], at + quads);
+    }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    if (sums == 2) to[r] = _mm512_add_epi32(to[r], more[r]);
 }
 
 const Kernels kTable = QUIRE_KERNELS("avx512", gemm);

@@ -38,6 +38,12 @@ QUIRE_INLINE __m512i dot(const __m512i* w, const int32_t* quads, const int32_t* 
   return _mm512_add_epi32((__m512i)sum, less_excess<Id>(excess, I / 4));
 }
 
+template <FormId Id, int I, int Count, int R>
+QUIRE_INLINE void dots(const __m512i* w, const int8_t* x, const int32_t* excess, __m512i* to) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) to[r] = dot<Id, I, Count>(w, reinterpret_cast<const int32_t*>(x + r * kBlock), excess + r);
+}
+
 const Kernels kTable = QUIRE_KERNELS("avx512bw", gemm);
 
 }  // namespace

@@ -1,13 +1,28 @@
 #include "step_context.h"
 
+#include <unistd.h>
+
 namespace quire {
 
 namespace {
 
 constexpr size_t kAhead = 1 << 17;  // bytes of the next weights to ask for while waiting
 constexpr int kMostGroups = 64;     // multiplied by at a time
+constexpr int kFewRows = 32;        // fewer at a time would unpack weights too often
+
+long second_level_cache() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  if (const long found = sysconf(_SC_LEVEL2_CACHE_SIZE); found > 0) return found;
+#endif
+  return 1 << 20;
+}
 
 }  // namespace
+
+int row_chunk(int inputs) {
+  static const long cache = second_level_cache();
+  return std::clamp(int(cache * 2 / 5 / inputs) / 16 * 16, kFewRows, kRowChunk);
+}
 
 StepContext::StepContext(const Decoder& decoder, const Kernels& kernels, Pool& pool)
     : d(decoder), k(kernels), pool(pool), adapters(*this) {}
@@ -53,9 +68,9 @@ void StepContext::multiply(const Piece* pieces, int count, Rows x, Worker& w, co
   int groups = 0;
   for (int j = 0; j < count; j++) groups += pieces[j].g1;
   const int each_worker = std::max(4, (groups + pool.size() * kMostGroups - 1) / (pool.size() * kMostGroups));
-  const int runs = std::min(groups, pool.size() * each_worker), row_chunks = (rows + kRowChunk - 1) / kRowChunk;
+  const int runs = std::min(groups, pool.size() * each_worker), chunk = row_chunk(x.k), row_chunks = (rows + chunk - 1) / chunk;
   each(runs * row_chunks, w, [&](int item) {
-    const int m0 = item % row_chunks * kRowChunk, m1 = std::min(m0 + kRowChunk, rows), run = item / row_chunks;
+    const int m0 = item % row_chunks * chunk, m1 = std::min(m0 + chunk, rows), run = item / row_chunks;
     const int first = int(int64_t(groups) * run / runs), last = int(int64_t(groups) * (run + 1) / runs);
     Piece parts[kMostPieces];
     int which[kMostPieces], used = 0, base = 0;

@@ -103,6 +103,9 @@ class StepContext {
   size_t scratch_stride_ = 0;
 };
 
-constexpr int kRowChunk = 128;  // rows of a multiplication taken at a time: a multiple of 16
+constexpr int kRowChunk = 128;  // most rows of a multiplication taken at a time: a multiple of 16
+
+// ... and as few as the second-level cache holds beside weights, of rows of so many inputs: all are read for each group.
+int row_chunk(int inputs);
 
 }  // namespace quire
