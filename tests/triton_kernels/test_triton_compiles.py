@@ -73,3 +73,29 @@ def test_a_kernel_that_many_ask_for_is_compiled_once(monkeypatch):
 
     launch.compile_together([ask] * asked.parties, None)
     assert len(made) == 1 and found == ["kernel"] * asked.parties
+
+
+def test_what_finds_no_memory_beside_the_others_runs_again_alone():
+    """With weights of 4 bits, whose steps unpack matrices, an engine that had to compile its kernels did not start."""
+    together, alone = Barrier(2), []
+
+    def greedy():
+        try:
+            together.wait(10)
+        except BrokenBarrierError:
+            alone.append(True)
+            return
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    def modest():
+        together.wait(10)
+        together.abort()
+
+    launch.compile_together([greedy, modest], None)
+    assert alone == [True]
+
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        launch.compile_together([broken], None)

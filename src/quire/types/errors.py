@@ -126,3 +126,8 @@ def from_wire(kind: str, message: str) -> QuireError:
     if param and isinstance(error, InputError):
         error.param = param
     return error
+
+
+def lacks_memory(error: RuntimeError) -> bool:
+    """Whether a device had none left: torch's own error, Triton's as it loads a kernel, or cuBLAS's as it begins."""
+    return any(words in str(error) for words in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED"))

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from quire.types.errors import lacks_memory
 from quire.types.memory_use import usable_cores
 
 COUNTERS = 1 << 20  # programs groups of one launch; never grown, because captured graphs keep its address
@@ -55,7 +56,8 @@ class _Compilers(ThreadPoolExecutor):
 
 def compile_together(jobs: Sequence[Callable[[], None]], device: torch.device | None) -> None:
     """Run jobs that launch kernels, each in a thread; what is not compiled yet is compiled for all, on all cores. They
-    must launch in one stream, because they share counters. No device: they launch nothing, only compile."""
+    must launch in one stream, because they share counters. What finds no memory beside the others runs again alone. No
+    device: they launch nothing, only compile."""
     import triton
 
     class Once(triton.AsyncCompileMode):
@@ -70,7 +72,21 @@ def compile_together(jobs: Sequence[Callable[[], None]], device: torch.device | 
         compilers.device = device
         places = [copy_context() for _ in jobs]  # where that mode is on
         with ThreadPoolExecutor(len(jobs)) as threads:
-            list(threads.map(lambda place, job: place.run(job), places, jobs))
+            fitted = list(threads.map(lambda place, job: place.run(_fits, job), places, jobs))
+    for job in (job for job, fits in zip(jobs, fitted, strict=True) if not fits):
+        if device is not None:
+            torch.cuda.empty_cache()
+        job()
+
+
+def _fits(job: Callable[[], None]) -> bool:
+    try:
+        job()
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
+        return False
+    return True
 
 
 class _CompiledOnly(Exception):

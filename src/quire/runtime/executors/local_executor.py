@@ -48,7 +48,7 @@ from quire.runtime.tiers.signed_page import PageSigner
 from quire.runtime.transfers import Transfers
 from quire.runtime.worker import ForwardWorker
 from quire.types.config import CacheOptions, EngineOptions, LoraOptions
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, lacks_memory
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.membership import PeerLink
@@ -207,8 +207,8 @@ class LocalExecutor:
         made = None
         try:
             made = make()
-        except RuntimeError as error:  # torch's own, or Triton's when it loads a kernel
-            if "out of memory" not in str(error):
+        except RuntimeError as error:
+            if not lacks_memory(error):
                 raise
         if made is None:  # what was allocated is garbage by now, with the error that held it
             gc.collect()
