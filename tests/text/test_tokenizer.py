@@ -416,11 +416,12 @@ def test_broken_or_missing_tokenizer_files(tmp_path: Path) -> None:
         load_tokenizer(model)
 
 
-def test_a_bare_configuration_speaks_bytes(tmp_path: Path) -> None:
+def test_a_bare_configuration_speaks_bytes_and_numbers(tmp_path: Path) -> None:
+    """Each token has text: of a stream of tokens without any, a client that times it sees nothing."""
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 7}))
     text = TextModel.load(at_path(tmp_path))
     assert text.tokenizer.encode("aé") == list("aé".encode())
-    assert text.tokenizer.decode([0xC3, 0xA9, 299]) == "é"
+    assert text.tokenizer.decode([0xC3, 0xA9, 299]) == "é 299"
     assert text.tokenizer.vocab_size == 300
     assert text.tokenizer.eos_ids == {7}
     assert any("plain bytes" in note for note in text.notes)

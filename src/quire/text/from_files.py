@@ -1,6 +1,6 @@
 """A tokenizer from the files of a model directory: tokenizer.json, and what its neighbours say of special tokens.
 
-For a directory that is only a config.json (random weights), a vocabulary of plain bytes stands in and says so.
+For a directory that is only a config.json (random weights), a vocabulary of bytes and numbers stands in and says so.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _declared_ends(config: dict[str, Any]) -> list[int]:
 
 
 def _without_tokenizer(model: LocalModel) -> Tokenizer:
-    """No tokenizer.json. A model with weights is incomplete; a bare configuration gets a vocabulary of bytes."""
+    """No tokenizer.json. A model with weights is incomplete; a bare configuration gets bytes and numbers."""
     weights = any(model.path.glob("*.safetensors"))
     others = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if model.file(name)]
     if weights or others:
@@ -110,8 +110,9 @@ def _without_tokenizer(model: LocalModel) -> Tokenizer:
     if not isinstance(size, int) or not 0 < size < 1 << 24:
         raise ModelFileError(f"{model.path / 'config.json'} has no sensible vocab_size: {size!r}")
     spelled = sorted(BYTE_ALPHABET, key=BYTE_ALPHABET.__getitem__)[:size]
+    spelled += [f"Ġ{i}" for i in range(len(spelled), size)]  # a token without text is not streamed
     backend = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(spelled)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    note = f"{model.name} has no tokenizer: its tokens are read as plain bytes, which suits random weights only"
-    return Tokenizer(backend, spelled + [""] * (size - len(spelled)), eos_ids=_declared_ends(config), note=note)
+    note = f"{model.name} has no tokenizer: tokens are read as plain bytes and numbers, which suits random weights only"
+    return Tokenizer(backend, spelled, eos_ids=_declared_ends(config), note=note)
