@@ -167,7 +167,7 @@ QUIRE_INLINE __m512 multiply_add(__m512 acc, __m512 a, const float& b) {
 }
 
 constexpr int kAhead = 2560;  // bytes: weights stream from memory, and are asked for this early
-constexpr int kFew = 4;  // rows whose products wait for memory
+constexpr int kFew = 4;  // rows, so few that reading weights bounds them
 
 // How an integer dot product enters a sum, and what minima add to it.
 QUIRE_INLINE __m512 accumulate(__m512 acc, __m512i dot, __m512 scale, float factor) {
@@ -181,7 +181,7 @@ QUIRE_INLINE __m512 add_minima(__m512 acc, __m512 first, __m512 second, const fl
 }
 
 // The next group's weights are asked for by all tiles of rows of this one together, a block's each time as many blocks have
-// passed as there are tiles. A tile that is alone asks for what is a little further on.
+// passed as there are tiles. A tile that is alone asks for what is a little further on (one of few rows by `Packed::fetch`).
 struct Next {
   const uint8_t* at;
   int tiles, left;

@@ -19,8 +19,8 @@ float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 }  // namespace
 
-void Feeds::Jobs::add(const Mlp& mlp, int m0, int m1, int units, const Matrix& by) {
-  const int chunk = row_chunk(by.k);
+void Feeds::Jobs::add(const Mlp& mlp, int m0, int m1, int units, int inputs) {
+  const int chunk = row_chunk(inputs, m1 - m0);
   list.push_back({&mlp, m0, m1, items, chunk});
   items += units * pieces(m1 - m0, chunk);
 }
@@ -92,7 +92,7 @@ void Feeds::mlp(const Mlp& a, int layer, Rows x, const Norm& post, Worker& w) {
   into.add(&AdapterLayer::up);
   const Adapted out(layer, &AdapterLayer::down);
   Jobs whole;
-  whole.add(a, 0, c_.step->tokens, a.width / kBlock, a.up.w);
+  whole.add(a, 0, c_.step->tokens, a.width / kBlock, a.up.w.k);
   Rows gated = gated_;
   gated.k = a.width;
   up(whole, x, gated, w, &into);
@@ -134,8 +134,8 @@ void Feeds::experts(const Experts& a, const Norm& post, const Normed& x, Worker&
   shared.k = a.shared.width;
   Jobs beside, beside_down;
   if (a.shared.up) {
-    beside.add(a.shared, 0, tokens, a.shared.width / kBlock, a.shared.up.w);
-    beside_down.add(a.shared, 0, tokens, down_units(a.shared), a.shared.down.w);
+    beside.add(a.shared, 0, tokens, a.shared.width / kBlock, a.shared.up.w.k);
+    beside_down.add(a.shared, 0, tokens, down_units(a.shared), a.shared.down.w.k);
   }
   up(up_jobs_, sorted_, gated, w);
   up(beside, x.rows, shared, w);
@@ -205,8 +205,8 @@ void Feeds::sort(const Experts& a) {
     if (!count[e]) continue;
     next[e] = row;
     const Mlp& mlp = a.expert[e];
-    up_jobs_.add(mlp, row, row + count[e], mlp.width / kBlock, mlp.up.w);
-    down_jobs_.add(mlp, row, row + count[e], down_units(mlp), mlp.down.w);
+    up_jobs_.add(mlp, row, row + count[e], mlp.width / kBlock, mlp.up.w.k);
+    down_jobs_.add(mlp, row, row + count[e], down_units(mlp), mlp.down.w.k);
     row = pieces(row + count[e], kTile) * kTile;
   }
   for (int i = 0; i < pairs; i++) place_[i] = next[chosen_[i]]++;

@@ -32,7 +32,7 @@ class Feeds {
     std::vector<Job> list;
     int items = 0;
 
-    void add(const Mlp& mlp, int m0, int m1, int units, const Matrix& by);
+    void add(const Mlp& mlp, int m0, int m1, int units, int inputs);
     const Job& of(int item) const;
   };
   struct Part {  // of a job: which unit, which rows

@@ -8,7 +8,7 @@ namespace {
 
 constexpr size_t kAhead = 1 << 17;  // bytes of the next weights to ask for while waiting
 constexpr int kMostGroups = 64;     // multiplied by at a time
-constexpr int kFewRows = 32;        // fewer at a time would unpack weights too often
+constexpr int kLeastRows = 64;      // at a time: fewer would unpack weights too often
 
 long second_level_cache() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
@@ -19,9 +19,10 @@ long second_level_cache() {
 
 }  // namespace
 
-int row_chunk(int inputs) {
+int row_chunk(int inputs, int rows) {
   static const long cache = second_level_cache();
-  return std::clamp(int(cache * 2 / 5 / inputs) / 16 * 16, kFewRows, kRowChunk);
+  const int most = std::clamp(int(cache * 2 / 5 / inputs), kLeastRows, kRowChunk), chunks = (rows + most - 1) / most;
+  return chunks ? ((rows + chunks - 1) / chunks + 15) / 16 * 16 : kRowChunk;
 }
 
 StepContext::StepContext(const Decoder& decoder, const Kernels& kernels, Pool& pool)
@@ -68,7 +69,7 @@ void StepContext::multiply(const Piece* pieces, int count, Rows x, Worker& w, co
   int groups = 0;
   for (int j = 0; j < count; j++) groups += pieces[j].g1;
   const int each_worker = std::max(4, (groups + pool.size() * kMostGroups - 1) / (pool.size() * kMostGroups));
-  const int runs = std::min(groups, pool.size() * each_worker), chunk = row_chunk(x.k), row_chunks = (rows + chunk - 1) / chunk;
+  const int runs = std::min(groups, pool.size() * each_worker), chunk = row_chunk(x.k, rows), row_chunks = (rows + chunk - 1) / chunk;
   each(runs * row_chunks, w, [&](int item) {
     const int m0 = item % row_chunks * chunk, m1 = std::min(m0 + chunk, rows), run = item / row_chunks;
     const int first = int(int64_t(groups) * run / runs), last = int(int64_t(groups) * (run + 1) / runs);

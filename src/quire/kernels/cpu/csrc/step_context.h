@@ -105,7 +105,8 @@ class StepContext {
 
 constexpr int kRowChunk = 128;  // most rows of a multiplication taken at a time: a multiple of 16
 
-// ... and as few as the second-level cache holds beside weights, of rows of so many inputs: all are read for each group.
-int row_chunk(int inputs);
+// ... of so many, evenly, and as few as the second-level cache holds beside weights: all are read for each group, a byte and
+// three quarters for each input.
+int row_chunk(int inputs, int rows);
 
 }  // namespace quire
