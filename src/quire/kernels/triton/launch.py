@@ -48,10 +48,21 @@ class _Compilers(ThreadPoolExecutor):
             kernel = compiled(*args, **kwargs)
             if self.device is not None:
                 with _loading, torch.cuda.device(self.device):
-                    kernel._init_handles()
+                    self._load(kernel)
             return kernel
 
         return super().submit(loaded)
+
+    @staticmethod
+    def _load(kernel: Any) -> None:
+        """All who ask for it would have the error; what torch keeps for later is in its way at most once."""
+        try:
+            kernel._init_handles()
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
+            torch.cuda.empty_cache()
+            kernel._init_handles()
 
 
 def compile_together(jobs: Sequence[Callable[[], None]], device: torch.device | None) -> None:
@@ -75,6 +86,7 @@ def compile_together(jobs: Sequence[Callable[[], None]], device: torch.device | 
             fitted = list(threads.map(lambda place, job: place.run(_fits, job), places, jobs))
     for job in (job for job, fits in zip(jobs, fitted, strict=True) if not fits):
         if device is not None:
+            torch._C._cuda_clearCublasWorkspaces()  # of threads that have ended
             torch.cuda.empty_cache()
         job()
 
